@@ -1,0 +1,240 @@
+"""What a tape writes down of a call and of its steps, and how a step is run a second time."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ._block import Block, Wire
+from ._replay import Ambient, Replay, edited_in_place, replaying
+from ._streams import Streams
+from ._torch_private import has_forward_hooks, tree_flatten, tree_unflatten
+
+Saved = tuple[torch.Size, torch.dtype, torch.device]
+"""A saved tensor in brief."""
+
+
+class _Keep(torch.autograd.Function):
+    """A node that only saves tensors. It belongs to no graph, so that it cannot be part of a cycle."""
+
+    @staticmethod
+    def forward(ctx: Any, spark: Tensor, tensors: Streams) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return spark.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise AssertionError("a node that only keeps tensors was walked")
+
+
+_SPARK = torch.empty(0, requires_grad=True)
+
+
+class Kept:
+    """Tensors kept as autograd keeps its own: edits in place are detected, outer hooks apply."""
+
+    __slots__ = ("_node",)
+
+    def __init__(self, tensors: Streams) -> None:
+        with torch.enable_grad():
+            self._node: Any = _Keep.apply(_SPARK, tuple(alias(t) for t in tensors)).grad_fn  # type: ignore[no-untyped-call]
+
+    def tensors(self) -> Streams:
+        saved: Streams = self._node.saved_tensors
+        return saved
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """The same storage and version counter without the graph; it requires grad if the tensor does."""
+    return leaf(tensor, tensor.requires_grad)
+
+
+def leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
+    """The same storage as the start of a new graph."""
+    detached = tensor.detach()
+    return detached.requires_grad_() if requires_grad else detached
+
+
+class Call:
+    """What the tapes of one call share: its context and its ambient state."""
+
+    __slots__ = ("_kept", "_leaves", "_spec", "_tensors", "ambient")
+
+    def __init__(self, streams: Streams, context: Mapping[str, Any]) -> None:
+        leaves, self._spec = tree_flatten(dict(context))
+        self._tensors = [i for i, value in enumerate(leaves) if isinstance(value, Tensor)]
+        kept = tuple(leaves[i] for i in self._tensors)
+        self._leaves = [None if isinstance(value, Tensor) else value for value in leaves]
+        self._kept = Kept(kept) if kept else None
+        devices = dict.fromkeys(t.device for t in (*streams, *kept))
+        self.ambient = Ambient(list(devices), self._leaves)
+
+    def context(self) -> Mapping[str, Any]:
+        """The context as the first run had it, without its producer's graph."""
+        if not self._leaves:
+            return {}
+        leaves = list(self._leaves)
+        if self._kept is not None:
+            for i, tensor in zip(self._tensors, self._kept.tensors(), strict=True):
+                leaves[i] = tensor
+        context: Mapping[str, Any] = tree_unflatten(leaves, self._spec)
+        return context
+
+
+class Ticket:
+    """What the handles of one step hold. When autograd lets go of the last handle, it dies."""
+
+    __slots__ = ("__weakref__", "index")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class Record:
+    """What the first run of one step leaves behind: no activation, unless it had to stay."""
+
+    __slots__ = ("block", "branch_saves", "replay", "requires", "saved", "stayed", "stride", "ticket", "versions",
+                 "wire")  # fmt: skip
+
+    def __init__(self, block: Block, wire: Wire, streams: Streams, ticket: Ticket) -> None:
+        self.block = block
+        self.wire = wire
+        self.requires = [s.requires_grad for s in streams]
+        self.stride = streams[wire.target].stride()
+        self.replay = Replay(wire.step.branch)
+        self.ticket = weakref.ref(ticket)
+        self.saved: list[Saved] = []
+        self.versions: list[int] = []
+        self.branch_saves = 0
+        self.stayed: Stayed | None = None
+
+    def ends_block(self) -> bool:
+        return self.wire is self.block.wires[-1]
+
+    def start(self, streams: Streams) -> list[Tensor]:
+        """The streams to replay the step on: detached, its sources requiring grad where they did before."""
+        found = list(streams)
+        for i in self.wire.sources:
+            found[i] = leaf(found[i], self.requires[i])
+        return found
+
+
+class Stayed:
+    """A step that cannot be run again: what it saved, and its target before and after."""
+
+    __slots__ = ("after", "before", "tensors")
+
+    def __init__(self, tensors: list[Tensor], before: Tensor, after: Tensor) -> None:
+        self.tensors = [t.detach() for t in tensors]
+        self.before = before.detach()
+        self.after = after.detach()
+
+
+class Enough(BaseException):
+    """Ends a replay as soon as all that was asked for is there. Not an Exception: no branch is to catch it."""
+
+
+def in_brief(tensors: list[Tensor]) -> list[Saved]:
+    return [(t.shape, t.dtype, t.device) for t in tensors]
+
+
+class Capture:
+    """Collects what a replay saves, to be held against what the first run saved."""
+
+    __slots__ = ("clings", "index", "stops_at", "tensors", "versions")
+
+    def __init__(self, index: int, stops_at: int = -1) -> None:
+        self.index = index
+        self.stops_at = stops_at
+        self.clings = False
+        self.tensors: list[Any] = []
+        self.versions: list[int] = []
+
+    def pack(self, tensor: Tensor) -> int:
+        tensors = self.tensors
+        tensors.append(tensor if tensor.is_leaf else tensor.detach())
+        self.versions.append(tensor._version)
+        if len(tensors) == self.stops_at:
+            raise Enough
+        return len(tensors) - 1
+
+    def unpack(self, position: int) -> Tensor:
+        tensor: Tensor = self.tensors[position]
+        return tensor
+
+    def check(self, record: Record, rebuilt: Sequence[Tensor]) -> None:
+        """Rule 6: the replay saved what the first run did, and nobody edited it in between."""
+        saved, expected = in_brief(self.tensors), record.saved
+        if saved != expected:
+            if len(saved) != len(expected):
+                raise _mismatch(record, f"saved {len(saved)} tensors, where its first run saved {len(expected)}")
+            at = next(i for i in range(len(saved)) if saved[i] != expected[i])
+            parts = zip(("shape", "dtype", "device"), saved[at], expected[at], strict=True)
+            difference = ", ".join(f"{name} {now} for {then}" for name, now, then in parts if now != then)
+            raise _mismatch(record, f"saved another tensor at position {at} than its first run: {difference}")
+        if self.versions != record.versions:
+            self._check_edits(record, rebuilt)
+
+    def _check_edits(self, record: Record, rebuilt: Sequence[Tensor]) -> None:
+        """The version of a rebuilt tensor starts anew; any other version that differs tells of an edit."""
+        ours = (*rebuilt, *record.replay.introduced)
+        for tensor, now, then in zip(self.tensors, self.versions, record.versions, strict=True):
+            if now != then and not any(_share_storage(tensor, other) for other in ours):
+                raise edited_in_place(f"a tensor of shape {tuple(tensor.shape)} that {record.wire.step.name} uses")
+
+
+def rerun(record: Record, streams: Sequence[Tensor], call: Call, capture: Capture | None) -> Any:
+    """Run a step's branch again on streams made by `Record.start`, and return its update."""
+    context = call.context()
+    ambient = call.ambient
+    with replaying(), torch.enable_grad():
+        if ambient.holds_now() and not has_forward_hooks(record.block):
+            return _rerun_branch(record, streams, context, capture)
+        with ambient.again():
+            return _rerun_block(record, streams, context, capture)
+
+
+def _rerun_block(record: Record, streams: Sequence[Tensor], context: Mapping[str, Any], capture: Capture | None) -> Any:
+    """Run the branch from within its block, whose hooks gather parameters under FSDP."""
+    result: list[Any] = []
+
+    def again(wire: Wire, given: Streams, context: Mapping[str, Any]) -> tuple[Streams, None]:
+        if wire is record.wire:
+            result.append(_rerun_branch(record, given, context, capture))
+        return given, None
+
+    record.block(tuple(streams), context, again)
+    return result[0]
+
+
+def _rerun_branch(record: Record, streams: Sequence[Tensor], context: Mapping[str, Any], capture: Capture | None) -> Any:
+    step, replay = record.wire.step, record.replay
+    sources = [streams[i] for i in record.wire.sources]
+    kwargs = step.takes.select(context) if context else context
+    hooks = _NO_HOOKS if capture is None else saved_tensors_hooks(capture.pack, capture.unpack)
+    if replay.is_quiet():
+        with hooks:
+            return step.update_again(sources, kwargs)
+    with replay.again(), hooks:
+        return step.update_again(sources, kwargs)
+
+
+_NO_HOOKS = nullcontext()
+
+
+def _mismatch(record: Record, difference: str) -> RuntimeError:
+    return RuntimeError(
+        f"The replay of {record.wire.step.name} in the block [{record.block.describe()}] {difference}. A branch must do "
+        "the same each time it runs: look for state kept outside of buffers, data that changed in between, or control "
+        "flow that depends on either. retrograde.is_replaying() tells the runs apart; memory='store' avoids the replay."
+    )
+
+
+def _share_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

@@ -1,0 +1,285 @@
+"""Replay: what the first run of a branch saw, its second run sees.
+
+NOTE [What a replay restores]
+ 1. Random numbers: the state of every generator that the branch drew from in its first run.
+    torch's generators are read after every step. Python's and NumPy's take longer to read than
+    a small branch takes to run: they are read around branches that were seen to use them (or
+    were never seen), and once around the whole call, which warns if one moved unexpectedly.
+    Draws of another thread in the middle of a branch would make its own irreproducible: steps
+    that draw take one lock, and a replay that ends in another state than the first run raises.
+ 2. Buffers that the branch changed: the replay sees the old values, and the new ones stay as
+    they are. A buffer that was never seen to change is not copied; if it does change, the
+    step's activations are kept in that call.
+ 3. The training flags and the tensors in the places of parameters and buffers, which
+    `functional_call`, FSDP and `module.train()` may have exchanged since.
+ 4. Autocast, for every device type involved.
+ An edit in place of a parameter or buffer since the first run is an error, as it is in autograd.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import _randomness as randomness
+from ._branch import name_of, reachable
+from ._torch_private import Survey, version, versions
+
+_LOCK = threading.RLock()
+_LOCAL = threading.local()
+_PATIENCE = 600.0
+
+
+def is_replaying() -> bool:
+    """Whether this code runs a second time, to rebuild activations for the backward pass.
+
+    For branches and hooks with effects of their own (counters, logs): skip them in a replay.
+    """
+    return getattr(_LOCAL, "replays", 0) > 0
+
+
+class Habits:
+    """What was learned of a branch in one training mode; it saves work and never decides a result."""
+
+    __slots__ = ("draws", "draws_rare", "edits", "steady", "verified")
+
+    def __init__(self) -> None:
+        self.draws = True
+        self.draws_rare = True
+        self.edits = True
+        self.steady: set[tuple[int, str]] = set()
+        self.verified = False
+
+
+class Ambient:
+    """What surrounds a whole call: autocast, and the generators that any branch may draw from.
+
+    `states` are those of torch's generators as they were last seen. `rare` are the global
+    generators of Python and NumPy.
+    """
+
+    __slots__ = ("_autocast", "_cache", "_rare_before", "generators", "rare", "states", "used_rare")
+
+    def __init__(self, devices: Sequence[torch.device], context: Iterable[Any]) -> None:
+        kinds = dict.fromkeys(["cpu", *(d.type for d in devices if d.type != "meta")])
+        self._autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+        self._cache = torch.is_autocast_cache_enabled()
+        self.generators = randomness.everyday(devices) + randomness.owned(context)
+        self.states = self.read()
+        self.rare = randomness.rare()
+        self._rare_before = [randomness.fingerprint(g) for g in self.rare]
+        self.used_rare = False
+
+    def read(self) -> list[Any]:
+        """The states of torch's generators."""
+        return [randomness.read(g) for g in self.generators]
+
+    def drew_unseen(self) -> bool:
+        """Whether Python's or NumPy's generator moved in this call, though no step recorded a draw from one."""
+        return not self.used_rare and [randomness.fingerprint(g) for g in self.rare] != self._rare_before
+
+    def holds_now(self) -> bool:
+        """Whether autocast is as it was when the call began."""
+        for kind, enabled, dtype in self._autocast:
+            if torch.is_autocast_enabled(kind) != enabled:
+                return False
+            if enabled and (torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()) != (dtype, self._cache):
+                return False
+        return True
+
+    def again(self) -> ExitStack:
+        """A context with autocast as it was when the call began."""
+        stack = ExitStack()
+        for kind, enabled, dtype in self._autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache))
+        return stack
+
+
+Place = tuple[dict[str, Any], str]
+
+
+class Replay:
+    """The state around one call of one branch, taken before and after its first run."""
+
+    __slots__ = ("_locked", "_olds", "_owned", "branch", "buffers", "changed", "introduced", "loose", "modules",
+                 "places", "random", "requires", "tensors", "training", "versions")  # fmt: skip
+
+    def __init__(self, branch: Callable[..., Any]) -> None:
+        is_module = isinstance(branch, nn.Module)
+        reach = () if is_module else reachable(branch)
+        survey = Survey([branch] if is_module else [v for v in reach if isinstance(v, nn.Module)])  # type: ignore[list-item]
+        self.branch = branch
+        self.modules = survey.modules
+        self.training = survey.training
+        self.places: list[Place] = survey.parameter_places
+        tensors = self.tensors = [s[n] for s, n in self.places]
+        self.versions = versions(tensors)
+        self.requires = [t.requires_grad for t in tensors]
+        self.buffers = [(s, n, s[n], version(s[n])) for s, n in survey.buffer_places]
+        self.loose = [(v, version(v)) for v in reach if isinstance(v, Tensor)]
+        self._owned = randomness.generators_of(self.modules) + randomness.owned(reach)
+        self.changed: list[tuple[dict[str, Any], str, Tensor]] = []
+        self.introduced: list[Tensor] = []
+        self.random: list[tuple[Any, Any, Any]] = []
+        self._locked = False
+
+    def begin(self, ambient: Ambient, habits: Habits) -> None:
+        """Note what the first run may draw from, and copy the buffers that it may change."""
+        if habits.draws or habits.edits:
+            _acquire()
+            self._locked = True
+            ambient.states = ambient.read()
+        if self.buffers:
+            steady = habits.steady
+            self._olds = [value if (id(s), n) in steady else value.clone() for s, n, value, _ in self.buffers]
+        if habits.draws_rare or self._owned:
+            watched = self._owned + (ambient.rare if habits.draws_rare else [])
+            self.random = [(g, randomness.read(g), None) for g in watched]
+
+    def end(self, ambient: Ambient, habits: Habits) -> bool:
+        """Keep what the first run used or changed. False if it changed a buffer of which no copy was made."""
+        drawn = self.random
+        if drawn:
+            drawn = [(g, before, now) for g, before, _ in drawn if (now := randomness.read(g)) != before]
+            habits.draws_rare = any(g is r for g, _, _ in drawn for r in ambient.rare)
+            ambient.used_rare = ambient.used_rare or habits.draws_rare
+        before, now = ambient.states, ambient.read()
+        if now != before:
+            drawn = drawn + [(g, b, n) for g, b, n in zip(ambient.generators, before, now, strict=True) if b != n]
+            ambient.states = now
+        self.random = drawn
+        habits.draws = bool(drawn)
+        known = True
+        if self.buffers:
+            known = self._settle_buffers(habits)
+        habits.edits = bool(self.changed)
+        if self._locked:
+            self.leave()
+        return known
+
+    def leave(self) -> None:
+        """Let other threads' branches run; after `end`, or where an exception ends the first run."""
+        if self._locked:
+            self._locked = False
+            _LOCK.release()
+
+    def _settle_buffers(self, habits: Habits) -> bool:
+        known = True
+        same, changed = [], []
+        for (slots, name, value, before), old in zip(self.buffers, self._olds, strict=True):
+            key = (id(slots), name)
+            if slots.get(name) is value and version(value) == before:
+                same.append((slots, name, value, before))
+                habits.steady.add(key)
+                continue
+            known = known and (old is not value or version(value) == before)
+            changed.append((slots, name, old))
+            habits.steady.discard(key)
+        self.buffers, self.changed = same, changed
+        self._olds = []
+        return known
+
+    def is_quiet(self) -> bool:
+        """Whether the branch can run again just as it stands. Raises if a tensor it reads was edited in place."""
+        if versions(self.tensors) != self.versions or self.buffers or self.loose:
+            self._check_versions()
+        return (
+            not self.random
+            and not self.changed
+            and all(map(is_, [s.get(n) for s, n in self.places], self.tensors))
+            and [m.training for m in self.modules] == self.training
+            and [t.requires_grad for t in self.tensors] == self.requires
+            and all(s.get(n) is value for s, n, value, _ in self.buffers)
+        )
+
+    def _check_versions(self) -> None:
+        if versions(self.tensors) != self.versions:
+            raise edited_in_place(f"a parameter of {name_of(self.branch)}")
+        for _, name, value, before in self.buffers:
+            if version(value) != before:
+                raise edited_in_place(f"the buffer {name!r} of {name_of(self.branch)}")
+        for tensor, before in self.loose:
+            if version(tensor) != before:
+                raise edited_in_place(f"a tensor that {name_of(self.branch)} closes over")
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Surroundings as the first run had them; afterwards all is as it was before the replay."""
+        with ExitStack() as undo:
+            if self.random or self.changed:
+                _acquire()
+                undo.callback(_LOCK.release)
+            for module, training in zip(self.modules, self.training, strict=True):
+                if module.training != training:
+                    undo.callback(setattr, module, "training", module.training)
+                    module.training = training
+            self._rebind(undo)
+            for generator, before, _ in self.random:
+                undo.callback(randomness.write, generator, randomness.read(generator))
+                randomness.write(generator, before)
+            yield
+            self._check_draws()
+
+    def _rebind(self, undo: ExitStack) -> None:
+        places = [(s, n, t) for (s, n), t in zip(self.places, self.tensors, strict=True) if not _sharded_since(s.get(n), t)]
+        places += [(s, n, value) for s, n, value, _ in self.buffers]
+        self.introduced = [old.clone() for _, _, old in self.changed]
+        undo.callback(self.introduced.clear)
+        places += [(s, n, new) for (s, n, _), new in zip(self.changed, self.introduced, strict=True)]
+        for slots, name, tensor in places:
+            if slots.get(name) is not tensor:
+                undo.callback(slots.__setitem__, name, slots.get(name))
+                slots[name] = tensor
+        for tensor, requires in zip(self.tensors, self.requires, strict=True):
+            if tensor.requires_grad != requires and tensor.is_leaf:
+                undo.callback(tensor.requires_grad_, not requires)
+                tensor.requires_grad_(requires)
+
+    def _check_draws(self) -> None:
+        for generator, before, after in self.random:
+            if randomness.read(generator) not in (before, after):
+                raise RuntimeError(
+                    f"The replay of {name_of(self.branch)} drew other random numbers than its first run: another thread "
+                    "drew from the same generator in the meantime, or the branch draws differently each time it runs. "
+                    "Give each thread its own torch.Generator, or use memory='store' for this block."
+                )
+
+
+def edited_in_place(what: str) -> RuntimeError:
+    """The error that autograd raises for the same mistake, with the tensor's role in it."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{what} was edited between the forward pass and its backward pass, which runs the branch again. "
+        "Edit it after the backward pass, or edit a copy."
+    )
+
+
+class replaying:
+    """Marks the code inside as a replay, for `is_replaying`."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _LOCAL.replays = getattr(_LOCAL, "replays", 0) + 1
+
+    def __exit__(self, *error: object) -> None:
+        _LOCAL.replays -= 1
+
+
+def _acquire() -> None:
+    if not _LOCK.acquire(timeout=_PATIENCE):
+        raise RuntimeError(
+            f"A branch that draws random numbers or changes buffers waited {_PATIENCE:.0f} s for another thread that "
+            "is inside such a branch. Branches of this kind run one at a time; do not let one wait for another."
+        )
+
+
+def _sharded_since(now: Any, then: Tensor) -> bool:
+    """FSDP2 exchanges sharded and whole parameters by itself; a replay leaves them as it finds them."""
+    return hasattr(now, "placements") != hasattr(then, "placements")

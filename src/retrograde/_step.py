@@ -1,0 +1,158 @@
+"""One invertible update of one stream: target ← combine(target, branch(*sources, **context))."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ._branch import TakesArgument, find_takes, name_of
+from ._torch_private import versions
+from .couplings import Additive, SupportsCoupling
+
+StreamName = int | str
+
+
+class StepError(ValueError):
+    """A step met something it cannot work with; the message names the block and the branch."""
+
+
+class Step(nn.Module):
+    """Update one stream from others, which stay as they are.
+
+        target ← coupling.combine(target, branch(*sources, **context))
+
+    Args:
+        branch: any callable or module; it gets the sources by position and its context by name.
+        target: the stream that is updated, by position or name.
+        sources: the streams that the branch reads.
+        coupling: how the update enters the stream; `couplings.Additive()` unless given.
+        takes: which context the branch receives: a sequence of names, a mapping from the
+            branch's parameter to the context's name, or "all". By default what its signature names.
+        reads: "each" hands over the sources one by one, "sum" their sum.
+        aux: "loss" for a branch that returns `(update, auxiliary loss)`.
+        name: what to call this step in messages; the branch's class by default.
+    """
+
+    def __init__(
+        self,
+        branch: Callable[..., Any],
+        /,
+        target: StreamName,
+        sources: Sequence[StreamName],
+        *,
+        coupling: SupportsCoupling | None = None,
+        takes: TakesArgument = None,
+        reads: Literal["each", "sum"] = "each",
+        aux: Literal["none", "loss"] = "none",
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        if not callable(branch):
+            raise TypeError(f"A step's branch must be a module or a callable, not {branch!r}.")
+        self.coupling: Any = Additive() if coupling is None else coupling
+        if not isinstance(self.coupling, SupportsCoupling):
+            raise TypeError(f"coupling={coupling!r} has no combine and separate; see retrograde.couplings.")
+        self.invertible = bool(getattr(self.coupling, "invertible", True))
+        self.target = target
+        self.sources = (sources,) if isinstance(sources, (int, str)) else tuple(sources)
+        self._check_wiring()
+        _check_choice("reads", reads, ("each", "sum"))
+        _check_choice("aux", aux, ("none", "loss"))
+        self.branch = branch
+        self.reads = reads
+        self.aux = aux
+        self.takes = find_takes(branch, takes, 1 if reads == "sum" else len(self.sources))
+        self.name = name or name_of(branch)
+        self._fit = getattr(self.coupling, "fit", None)
+
+    def _check_wiring(self) -> None:
+        if not self.sources:
+            raise ValueError(f"A step needs at least one source: target={self.target!r}, sources=().")
+        if self.invertible and self.target in self.sources:
+            raise ValueError(
+                f"A step cannot read the stream it updates: target={self.target!r}, sources={self.sources!r}. "
+                "Reading it would make the step impossible to invert; drop it from sources."
+            )
+
+    def update(self, sources: list[Tensor], kwargs: Mapping[str, Any]) -> tuple[Any, Tensor | None]:
+        """Run the branch: its update, and its auxiliary loss if it has one."""
+        before = versions(sources)
+        result = self.call(sources, kwargs)
+        if versions(sources) != before:
+            raise StepError(
+                f"{self.name} edited one of its sources in place. The step leaves its sources as they are, and its "
+                "inverse depends on it: use an out-of-place operation (for example relu(x) in the place of relu_(x))."
+            )
+        return self._split_aux(result) if self.aux == "loss" else (result, None)
+
+    def update_again(self, sources: list[Tensor], kwargs: Mapping[str, Any]) -> Any:
+        """Run the branch once more, for the update alone; the first run has made the checks."""
+        result = self.call(sources, kwargs)
+        return result[0] if self.aux == "loss" else result
+
+    def call(self, sources: list[Tensor], kwargs: Mapping[str, Any]) -> Any:
+        if self.reads == "each":
+            return self.branch(*sources, **kwargs)
+        return self.branch(_sum(sources), **kwargs)
+
+    def combine(self, target: Tensor, update: Any) -> Tensor:
+        """The stream after the step, checked against the stream before it."""
+        if self._fit is not None and (complaint := self._fit(target, update)):
+            raise StepError(f"{self.name} {complaint} (stream {self.target!r}).")
+        combined: Tensor = self.coupling.combine(target, update)
+        if self.invertible and (combined.dtype != target.dtype or combined.shape != target.shape):
+            raise StepError(self._misfit(target, combined))
+        return combined
+
+    def check_inverse(self, target: Tensor, update: Any) -> None:
+        """Raise if the coupling does not give the target back; done once, when a block is first used."""
+        with torch.no_grad():
+            combined = self.coupling.combine(target, update)
+            back = self.coupling.separate(combined, update)
+            scale = torch.maximum(target.abs().amax(), combined.abs().amax()) if target.numel() else target.sum()
+            error = (back - target).abs().amax() if target.numel() else scale
+        tolerance = {torch.float64: 1e-9, torch.float32: 1e-4}.get(target.dtype, 5e-2)
+        if not error <= tolerance * scale and bool(torch.isfinite(scale)):
+            raise StepError(
+                f"{type(self.coupling).__name__}.separate does not undo combine for {self.name}: the stream comes "
+                f"back off by {float(error):.3g}, where its largest entry is {float(scale):.3g}. "
+                "Gradients would be wrong in every block before this one; correct separate."
+            )
+
+    def _split_aux(self, result: Any) -> tuple[Any, Tensor]:
+        if isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], Tensor):
+            return result[0], result[1]
+        raise StepError(
+            f"{self.name} was declared with aux='loss' and must return (update, auxiliary loss), "
+            f"not {type(result).__name__}."
+        )
+
+    def _misfit(self, target: Tensor, combined: Tensor) -> str:
+        if combined.dtype != target.dtype:
+            return (
+                f"{self.name} would turn stream {self.target!r} from {target.dtype} into {combined.dtype}, which no "
+                f"inverse can undo. Cast the branch's output to {target.dtype}, or the stack's input to "
+                f"{combined.dtype}; under FSDP2 set cast_forward_inputs=False on the block."
+            )
+        return (
+            f"{self.name} would turn stream {self.target!r} from shape {tuple(target.shape)} into "
+            f"{tuple(combined.shape)}, which no inverse can undo. Use couplings.Replace() with memory='checkpoint'."
+        )
+
+    def extra_repr(self) -> str:
+        return f"target={self.target!r}, sources={self.sources!r}, coupling={self.coupling!r}"
+
+
+def _sum(sources: list[Tensor]) -> Tensor:
+    total = sources[0]
+    for source in sources[1:]:
+        total = total + source
+    return total
+
+
+def _check_choice(option: str, given: str, known: tuple[str, ...]) -> None:
+    if given not in known:
+        raise ValueError(f"{option}={given!r} is not known; choose one of {', '.join(map(repr, known))}.")

@@ -1,0 +1,358 @@
+"""The engine: activations rebuilt when autograd asks for them.
+
+NOTE [Rules of the tape]
+ The branches run forward in ordinary autograd. Saved-tensor hooks hand autograd a small handle
+ in the place of each tensor it would keep. When backward first asks a step for a tensor, the
+ tape rebuilds that step's input, runs the branch again and serves the handles from that run.
+ The graph that backward walks is the ordinary one.
+
+ 1. A call owns its tapes. Nothing of a call is stored on a module: two calls, two threads,
+    nested stacks and m(m(x)) are independent.
+ 2. The last streams and the context are kept as autograd keeps any tensor, by a node that saves
+    them: an edit in place is detected, and hooks of an outer tape or checkpoint apply to them.
+ 3. Rebuilding walks back from the nearest known state: the streams rebuilt last in this
+    backward pass, or the last streams. So a loss on an intermediate output works.
+ 4. A rebuilt tensor is handed over when autograd asks for it, and the rest of a step's are
+    dropped before the step before it is rebuilt. The last streams are dropped once no handle
+    of a later step is alive. Peak memory is the streams, their gradients and one branch's graph.
+ 5. The last step of a call keeps its graph: the peak holds one step's graph anyway.
+ 6. A replay that saves other tensors than the first run did is an error.
+ 7. Without grad mode there is no tape.
+ 8. No reference cycle: kept tensors are detached, a handle holds a ticket that refers to
+    nothing, and what a step saved is forgotten when its forward ends, even by an exception.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ._block import Block, Wire, advance, replaced
+from ._record import Call, Capture, Enough, Kept, Record, Stayed, Ticket, in_brief, leaf, rerun
+from ._replay import Habits, edited_in_place
+from ._step import Step, StepError
+from ._streams import Streams
+
+Losses = tuple[Tensor, ...]
+
+
+class Plain:
+    """No tape: autograd keeps what it keeps. The memory mode "store", and every run without grad mode."""
+
+    def run(self, block: Block, streams: Streams, context: Mapping[str, Any]) -> tuple[Streams, Losses]:
+        result: tuple[Streams, Losses] = block(streams, context)
+        return result
+
+    def close(self, streams: Streams) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
+
+class Tape:
+    """Records consecutive steps and serves their saved tensors. See NOTE [Rules of the tape].
+
+    Args:
+        call: what the tapes of one call share.
+        steps: how many steps to record; a further one keeps its graph (rule 5).
+    """
+
+    def __init__(self, call: Call, steps: int) -> None:
+        self.call = call
+        self.steps = steps
+        self.records: list[Record] = []
+        self._filled: dict[int, Capture] = {}
+        self._serving: Capture | None = None
+        self._lock = threading.RLock()
+        self._hooks: saved_tensors_hooks | None = None
+        self._block: Block | None = None
+        self._streams: Streams = ()
+        self._current: Record | None = None
+        self._ticket = Ticket(-1)
+        self._pending: list[Tensor] = []
+
+    def run(self, block: Block, streams: Streams, context: Mapping[str, Any]) -> tuple[Streams, Losses]:
+        """Run one block forward under the tape."""
+        if self._hooks is None and len(self.records) < self.steps:
+            self._open(streams)
+        self._block = block
+        self._streams = streams
+        result: tuple[Streams, Losses] = block(streams, context, self._advance)
+        return result
+
+    def close(self, streams: Streams) -> None:
+        """End the recording. `streams` are those after the last recorded step."""
+        self.leave()
+
+    def leave(self) -> None:
+        """Take the hooks off; done by `close`, and where an exception ends the call."""
+        hooks, self._hooks = self._hooks, None
+        self._streams = ()
+        self._block = None
+        if hooks is not None:
+            hooks.__exit__()
+
+    def _open(self, streams: Streams) -> None:
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks.__enter__()
+
+    def _advance(self, wire: Wire, streams: Streams, context: Mapping[str, Any]) -> tuple[Streams, Tensor | None]:
+        block = self._block
+        assert block is not None
+        if streams is not self._streams:
+            _check_untouched(self._streams, streams, wire)
+        if len(self.records) == self.steps:
+            if self._hooks is not None:
+                self.close(streams)
+                self._block = block
+            streams, aux = advance(wire, streams, context)
+        else:
+            streams, aux = self._record(Record(block, wire, streams, self._new_ticket()), streams, context)
+        self._streams = streams
+        return streams, aux
+
+    def _new_ticket(self) -> Ticket:
+        self._ticket = Ticket(len(self.records))
+        return self._ticket
+
+    def _record(self, record: Record, streams: Streams, context: Mapping[str, Any]) -> tuple[Streams, Tensor | None]:
+        """Run one step for the first time, with handles in the place of what autograd saves."""
+        wire, replay, ambient = record.wire, record.replay, self.call.ambient
+        step, target = wire.step, streams[wire.target]
+        habits = habits_of(step)
+        pending = self._pending = []
+        self._current = record
+        try:
+            replay.begin(ambient, habits)
+            update, aux = step.update([streams[i] for i in wire.sources], step.takes.select(context) if context else {})
+            can_replay = replay.end(ambient, habits)
+            record.branch_saves = len(pending)
+            after = step.combine(target, update)
+            record.saved = in_brief(pending)
+            if not can_replay:
+                record.stayed = Stayed(pending, target, after)
+            if not habits.verified:
+                self._verify(step, target, update)
+                habits.verified = True
+        finally:
+            replay.leave()
+            self._current = None
+            self._pending = []
+        self.records.append(record)
+        return replaced(streams, wire.target, after), aux
+
+    def _verify(self, step: Step, target: Tensor, update: Any) -> None:
+        """A look at a step that runs for the first time."""
+
+    def _pack(self, tensor: Tensor) -> tuple[Any, int]:
+        record = self._current
+        if record is None:  # a hook between two steps: not ours to rebuild
+            return tensor.detach(), tensor._version
+        pending = self._pending
+        pending.append(tensor)
+        record.versions.append(tensor._version)
+        return self._ticket, len(pending) - 1
+
+    def _unpack(self, handle: tuple[Any, int]) -> Tensor:
+        owner, position = handle
+        capture = self._serving
+        if capture is None or type(owner) is not Ticket or owner.index != capture.index:
+            return self._unpack_elsewhere(owner, position)
+        tensor: Tensor | None = capture.tensors[position]
+        if tensor is None:  # asked for twice: a node that reads its saved tensors again
+            return self._serve(owner.index, position, clings=True)
+        if not capture.clings:
+            capture.tensors[position] = None
+        if tensor._version != capture.versions[position]:
+            raise edited_in_place(f"a tensor of shape {tuple(tensor.shape)} inside a branch")
+        return tensor
+
+    def _unpack_elsewhere(self, owner: Any, position: int) -> Tensor:
+        """Serve a tensor of another step than the last one served."""
+        if type(owner) is not Ticket:
+            tensor, expected = owner, position
+        elif self._current is not None and owner is self._ticket:  # the branch differentiates inside its own forward
+            tensor, expected = self._pending[position], self._current.versions[position]
+        elif (stayed := self.records[owner.index].stayed) is not None:
+            tensor, expected = stayed.tensors[position], self.records[owner.index].versions[position]
+        else:
+            return self._serve(owner.index, position, clings=False)
+        if tensor._version != expected:
+            raise edited_in_place(f"a tensor of shape {tuple(tensor.shape)} inside a branch")
+        return tensor
+
+    def _serve(self, index: int, position: int, *, clings: bool) -> Tensor:
+        with self._lock:
+            if clings or index not in self._filled:
+                self._filled = {}
+                self._serving = None
+                self._rebuild(index)
+            capture = self._serving = self._filled[index]
+            capture.clings = capture.clings or clings
+            tensor: Tensor | None = capture.tensors[position]
+            if tensor is None:  # a block that is rebuilt as a whole was served before
+                return self._serve(index, position, clings=True)
+            if not capture.clings:
+                capture.tensors[position] = None
+            return tensor
+
+    def _rebuild(self, index: int) -> None:
+        """Fill in what a step saved."""
+        raise NotImplementedError
+
+
+class CheckpointTape(Tape):
+    """Keeps the streams before its steps, and runs them forward again."""
+
+    _start: Kept
+
+    def _open(self, streams: Streams) -> None:
+        self._start = Kept(streams)
+        super()._open(streams)
+
+    def _rebuild(self, index: int) -> None:
+        streams = self._start.tensors()
+        last = max(i for i, record in enumerate(self.records) if record.saved)
+        for i, record in enumerate(self.records[: last + 1]):
+            streams = self._redo(i, record, streams, stops=i == last)
+
+    def _redo(self, index: int, record: Record, streams: Streams, *, stops: bool) -> Streams:
+        target = record.wire.target
+        if record.stayed is not None:
+            return replaced(streams, target, record.stayed.after)
+        start = record.start(streams)
+        before = leaf(streams[target], record.requires[target])
+        capture = self._filled[index] = Capture(index, stops_at=len(record.saved) if stops else -1)
+        try:
+            update = rerun(record, start, self.call, capture)
+            with torch.enable_grad(), saved_tensors_hooks(capture.pack, capture.unpack):
+                after = record.wire.step.coupling.combine(before, update).detach()
+        except Enough:
+            after = before.detach()  # of no use: nothing comes after the last step
+        capture.check(record, (*start, before))
+        streams = replaced(streams, target, after)
+        return record.block.reorder(streams) if record.ends_block() else streams
+
+
+class ReverseTape(Tape):
+    """Keeps the streams after its steps, and walks back by inverting them."""
+
+    _base: Kept | Streams = ()
+    _base_position: int = 0
+    _highest: int = -1
+    _state: Streams = ()
+    _position: int = -1
+
+    def close(self, streams: Streams) -> None:
+        if self._hooks is not None:
+            self.leave()
+            self._base = Kept(streams)
+            self._base_position = len(self.records)
+            self._highest = len(self.records) - 1
+
+    def _verify(self, step: Step, target: Tensor, update: Any) -> None:
+        if not type(step.coupling).__module__.startswith("retrograde."):
+            step.check_inverse(target, update)
+
+    def _rebuild(self, index: int) -> None:
+        if index == self._position:  # its input is known: run it once more
+            self._fill(index)
+            return
+        if self._position < index:
+            self._state = self._base.tensors() if isinstance(self._base, Kept) else self._base
+            self._position = self._base_position
+        while self._position > index + 1:
+            self._undo(None)
+        if self._latest_alive(index) <= index:  # rule 4: nobody will ask for a later state again
+            self._base, self._base_position = self._state, self._position
+        capture = Capture(index)
+        self._undo(capture)
+        self._filled[index] = capture
+
+    def _latest_alive(self, index: int) -> int:
+        """The last step, from `index` on, of which autograd still holds a handle."""
+        while self._highest > index and self.records[self._highest].ticket() is None:
+            self._highest -= 1
+        return self._highest
+
+    def _undo(self, capture: Capture | None) -> None:
+        """Move the known state from after a step to before it."""
+        index = self._position - 1
+        record = self.records[index]
+        target, coupling = record.wire.target, record.wire.step.coupling
+        state = record.block.restore_order(self._state) if record.ends_block() else self._state
+        if record.stayed is not None:
+            self._state, self._position = replaced(state, target, record.stayed.before), index
+            return
+        start = record.start(state)
+        update = rerun(record, start, self.call, capture)
+        with torch.no_grad():
+            before = _laid_out(record.stride, coupling.separate(state[target].detach(), update))
+        if capture is not None:
+            _capture_coupling(record, capture, before, update)
+            capture.check(record, (*start, before))
+        self._state, self._position = replaced(state, target, before), index
+
+    def _fill(self, index: int) -> None:
+        record = self.records[index]
+        start = record.start(self._state)
+        before = self._state[record.wire.target]
+        capture = Capture(index)
+        update = rerun(record, start, self.call, capture)
+        _capture_coupling(record, capture, before, update)
+        capture.check(record, (*start, before))
+        self._filled[index] = capture
+
+
+def _capture_coupling(record: Record, capture: Capture, before: Tensor, update: Any) -> None:
+    """Run the coupling again for what it saves, if it saves anything."""
+    if record.branch_saves < len(record.saved):
+        with torch.enable_grad(), saved_tensors_hooks(capture.pack, capture.unpack):
+            record.wire.step.coupling.combine(leaf(before, record.requires[record.wire.target]), update)
+
+
+def _laid_out(stride: tuple[int, ...], tensor: Tensor) -> Tensor:
+    """The tensor in the memory layout of the first run: kernels give other bits for another one."""
+    if tensor.stride() == stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+_HABITS: weakref.WeakKeyDictionary[Step, dict[bool, Habits]] = weakref.WeakKeyDictionary()
+
+
+def habits_of(step: Step) -> Habits:
+    """What was learned of a step's branch in its present training mode."""
+    by_mode = _HABITS.get(step)
+    if by_mode is None:
+        by_mode = _HABITS[step] = {}
+    training = getattr(step.branch, "training", True)
+    habits = by_mode.get(training)
+    if habits is None:
+        habits = by_mode[training] = Habits()
+    return habits
+
+
+def _check_untouched(expected: Streams, given: Streams, wire: Wire) -> None:
+    """Between two steps nothing may change a stream, or the inverse would not know of it."""
+    for i, (before, now) in enumerate(zip(expected, given, strict=True)):
+        if now is before:
+            continue
+        if now.dtype != before.dtype:
+            raise StepError(
+                f"Stream {i} came to {wire.step.name} as {now.dtype}, but left the block before it as {before.dtype}. "
+                "Something between the blocks casts it, which no inverse can undo. Under FSDP2 use "
+                "MixedPrecisionPolicy(cast_forward_inputs=False) for blocks; branches may cast what they read."
+            )
+        if now.shape != before.shape or now.data_ptr() != before.data_ptr():
+            raise StepError(
+                f"Stream {i} was exchanged before {wire.step.name} ran, perhaps by a forward hook on a block. The "
+                "inverse cannot know of it: make the change a step, or give the block memory='store'."
+            )
