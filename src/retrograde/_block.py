@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 from torch import Tensor, nn
 
@@ -24,9 +24,7 @@ class Wire(NamedTuple):
 class Advance(Protocol):
     """Runs one step: the streams after it, and its auxiliary loss."""
 
-    def __call__(
-        self, wire: Wire, streams: Streams, context: Mapping[str, Any]
-    ) -> tuple[Streams, Tensor | None]: ...
+    def __call__(self, wire: Wire, streams: Streams, context: Mapping[str, Any]) -> tuple[Streams, Tensor | None]: ...
 
 
 def advance(wire: Wire, streams: Streams, context: Mapping[str, Any]) -> tuple[Streams, Tensor | None]:
@@ -61,9 +59,7 @@ class Block(nn.Module):
         order: how the streams leave the block; `(1, 0)` swaps two streams' roles.
     """
 
-    def __init__(
-        self, *steps: Step, streams: Sequence[str] | None = None, order: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, *steps: Step, streams: Sequence[str] | None = None, order: Sequence[int] | None = None) -> None:
         super().__init__()
         if not steps or not all(isinstance(s, Step) for s in steps):
             raise ValueError(f"A block is made of one or more steps, not of {[type(s).__name__ for s in steps]}.")
@@ -93,8 +89,9 @@ class Block(nn.Module):
         self.names = names
         position = {name: i for i, name in enumerate(names)}
         self.wires = tuple(
-            Wire(step, position[step.target], tuple(position[s] for s in step.sources))  # type: ignore[index,union-attr]
+            Wire(step, position[step.target], tuple(position[s] for s in step.sources))
             for step in self.steps
+            if isinstance(step, Step)
         )
 
     def forward(
@@ -145,22 +142,31 @@ def two_stream(
     /,
     *,
     coupling: SupportsCoupling | None = None,
-    takes: tuple[TakesArgument, TakesArgument] | None = None,
-    aux: tuple[str, str] = ("none", "none"),
+    takes: TakesArgument | Mapping[str, TakesArgument] = None,
+    aux: Sequence[Literal["f", "g"]] = (),
 ) -> Block:
     """The block of RevNet and Reformer: `0 += f(1)`, then `1 += g(0)`.
 
     Args:
-        takes: what `f` and `g` take of the context, one entry each (see `Step`).
-        aux: "loss" for each of the two that returns an auxiliary loss beside its update.
+        coupling: how the updates enter both streams; additive unless given.
+        takes: the context that both branches receive, as in `Step`; or `{"f": ..., "g": ...}`
+            to say it for each of them. By default what their signatures name.
+        aux: which of the two return `(update, auxiliary loss)`, as in `aux="f"` or `aux=("f", "g")`.
     """
-    if takes is not None and (isinstance(takes, (str, Mapping)) or len(takes) != 2):
-        raise ValueError(f"two_stream's takes has an entry for f and one for g, as in (['mask'], None), not {takes!r}.")
-    takes_f, takes_g = takes or (None, None)
+    each = isinstance(takes, Mapping) and set(takes) <= {"f", "g"}
+    by_branch: Mapping[str, Any] = cast("Mapping[str, Any]", takes) if each else {"f": takes, "g": takes}
+    if unknown := set(aux) - {"f", "g"}:
+        raise ValueError(f"two_stream has the branches 'f' and 'g', but aux names {sorted(unknown)}.")
     return Block(
-        Step(f, target=0, sources=(1,), coupling=coupling, takes=takes_f, aux=aux[0]),  # type: ignore[arg-type]
-        Step(g, target=1, sources=(0,), coupling=coupling, takes=takes_g, aux=aux[1]),  # type: ignore[arg-type]
+        *(
+            Step(branch, target, (source,), coupling=coupling, takes=by_branch.get(name), aux=_aux(name in aux))
+            for branch, name, target, source in ((f, "f", 0, 1), (g, "g", 1, 0))
+        )
     )
+
+
+def _aux(has_loss: bool) -> Literal["none", "loss"]:
+    return "loss" if has_loss else "none"
 
 
 def momentum(f: Callable[..., Any], /, *, gamma: float = 0.9, takes: TakesArgument = None) -> Block:
@@ -200,11 +206,8 @@ def transition(*branches: Callable[..., Any], takes: TakesArgument = None) -> Bl
 
     It has no inverse, so its memory is "checkpoint" or "store".
     """
-    return Block(
-        *(Step(b, target=i, sources=(i,), coupling=Replace(), takes=takes) for i, b in enumerate(branches))
-    )
+    return Block(*(Step(b, target=i, sources=(i,), coupling=Replace(), takes=takes) for i, b in enumerate(branches)))
 
 
 def _same(stream: Tensor) -> Tensor:
     return stream
-

@@ -48,7 +48,9 @@ def find_takes(branch: Callable[..., Any], given: TakesArgument, positional: int
     """What a branch takes: as the user said, or by its signature past its `positional` sources."""
     if isinstance(given, str):
         if given != "all":
-            raise ValueError(f"takes={given!r}: give a sequence of names, a mapping, or 'all'; for one name, [{given!r}].")
+            raise ValueError(
+                f"takes={given!r}: give a sequence of names, a mapping, or 'all'. One name is [{given!r}]."
+            )
         return Takes(everything=True)
     parameters = _parameters(branch)
     optional = {p.name for p in parameters if p.default is not p.empty or p.kind is p.VAR_KEYWORD}
@@ -74,7 +76,6 @@ def name_of(branch: Callable[..., Any]) -> str:
     if isinstance(branch, functools.partial):
         return f"partial({name_of(branch.func)})"
     return getattr(branch, "__qualname__", type(branch).__name__)
-
 
 
 def reachable(branch: Callable[..., Any]) -> Iterable[Any]:

@@ -36,7 +36,9 @@ class Plan:
 def check_memory(mode: object) -> None:
     if mode not in get_args(Memory):
         known = ", ".join(map(repr, get_args(Memory)))
-        raise ValueError(f"memory={mode!r} is not known; choose one of {known}, a list with one for each block, or a Plan.")
+        raise ValueError(
+            f"memory={mode!r} is not known; choose one of {known}, a list with one for each block, or a Plan."
+        )
 
 
 def as_plan(memory: Memory | Sequence[Memory] | Plan, blocks: Sequence[Block]) -> Plan:

@@ -126,7 +126,7 @@ def _frozen(state: Any) -> Any:
         return ("dict", tuple((k, _frozen(v)) for k, v in state.items()))
     if isinstance(state, tuple):
         return ("tuple", tuple(_frozen(v) for v in state))
-    if hasattr(state, "tobytes") and getattr(state, "ndim", 0):
+    if hasattr(state, "tobytes") and state.ndim:
         return ("array", str(state.dtype), state.tobytes())
     return ("value", state)
 
@@ -140,5 +140,3 @@ def _thawed(frozen: Any) -> Any:
     if kind == "array":
         return sys.modules["numpy"].frombuffer(rest[1], dtype=rest[0]).copy()
     return rest[0]
-
-

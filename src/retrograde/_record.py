@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ._block import Block, Wire
-from ._replay import Ambient, Replay, edited_in_place, replaying
+from ._replay import Ambient, Replay, Replaying, edited_in_place
 from ._streams import Streams
 from ._torch_private import has_forward_hooks, tree_flatten, tree_unflatten
 
-Saved = tuple[torch.Size, torch.dtype, torch.device]
-"""A saved tensor in brief."""
+Brief = tuple[list[torch.Size], list[torch.dtype]]
+"""Saved tensors in brief: their shapes and dtypes. (Autograd itself objects to another device.)"""
 
 
 class _Keep(torch.autograd.Function):
@@ -37,26 +37,24 @@ _SPARK = torch.empty(0, requires_grad=True)
 
 
 class Kept:
-    """Tensors kept as autograd keeps its own: edits in place are detected, outer hooks apply."""
+    """Tensors kept as autograd keeps its own: edits in place are detected, outer hooks apply.
+
+    They must be detached from any graph: aliases with the same storage and version counter.
+    """
 
     __slots__ = ("_node",)
 
     def __init__(self, tensors: Streams) -> None:
         with torch.enable_grad():
-            self._node: Any = _Keep.apply(_SPARK, tuple(alias(t) for t in tensors)).grad_fn  # type: ignore[no-untyped-call]
+            self._node: Any = _Keep.apply(_SPARK, tensors).grad_fn  # type: ignore[no-untyped-call]
 
     def tensors(self) -> Streams:
         saved: Streams = self._node.saved_tensors
         return saved
 
 
-def alias(tensor: Tensor) -> Tensor:
-    """The same storage and version counter without the graph; it requires grad if the tensor does."""
-    return leaf(tensor, tensor.requires_grad)
-
-
 def leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
-    """The same storage as the start of a new graph."""
+    """The same storage and version counter, as the start of a new graph."""
     detached = tensor.detach()
     return detached.requires_grad_() if requires_grad else detached
 
@@ -71,7 +69,7 @@ class Call:
         self._tensors = [i for i, value in enumerate(leaves) if isinstance(value, Tensor)]
         kept = tuple(leaves[i] for i in self._tensors)
         self._leaves = [None if isinstance(value, Tensor) else value for value in leaves]
-        self._kept = Kept(kept) if kept else None
+        self._kept = Kept(tuple(leaf(t, t.requires_grad) for t in kept)) if kept else None
         devices = dict.fromkeys(t.device for t in (*streams, *kept))
         self.ambient = Ambient(list(devices), self._leaves)
 
@@ -109,7 +107,7 @@ class Record:
         self.stride = streams[wire.target].stride()
         self.replay = Replay(wire.step.branch)
         self.ticket = weakref.ref(ticket)
-        self.saved: list[Saved] = []
+        self.saved: Brief = ([], [])
         self.versions: list[int] = []
         self.branch_saves = 0
         self.stayed: Stayed | None = None
@@ -140,8 +138,8 @@ class Enough(BaseException):
     """Ends a replay as soon as all that was asked for is there. Not an Exception: no branch is to catch it."""
 
 
-def in_brief(tensors: list[Tensor]) -> list[Saved]:
-    return [(t.shape, t.dtype, t.device) for t in tensors]
+def in_brief(tensors: list[Tensor]) -> Brief:
+    return [t.shape for t in tensors], [t.dtype for t in tensors]
 
 
 class Capture:
@@ -170,16 +168,20 @@ class Capture:
 
     def check(self, record: Record, rebuilt: Sequence[Tensor]) -> None:
         """Rule 6: the replay saved what the first run did, and nobody edited it in between."""
-        saved, expected = in_brief(self.tensors), record.saved
-        if saved != expected:
-            if len(saved) != len(expected):
-                raise _mismatch(record, f"saved {len(saved)} tensors, where its first run saved {len(expected)}")
-            at = next(i for i in range(len(saved)) if saved[i] != expected[i])
-            parts = zip(("shape", "dtype", "device"), saved[at], expected[at], strict=True)
-            difference = ", ".join(f"{name} {now} for {then}" for name, now, then in parts if now != then)
-            raise _mismatch(record, f"saved another tensor at position {at} than its first run: {difference}")
+        if in_brief(self.tensors) != record.saved:
+            raise _mismatch(record, self._difference(record.saved))
         if self.versions != record.versions:
             self._check_edits(record, rebuilt)
+
+    def _difference(self, expected: Brief) -> str:
+        saved = list(zip(*in_brief(self.tensors), strict=True))
+        before = list(zip(*expected, strict=True))
+        if len(saved) != len(before):
+            return f"saved {len(saved)} tensors, where its first run saved {len(before)}"
+        at = next(i for i in range(len(saved)) if saved[i] != before[i])
+        parts = zip(("shape", "dtype"), saved[at], before[at], strict=True)
+        difference = ", ".join(f"{name} {now} for {then}" for name, now, then in parts if now != then)
+        return f"saved another tensor at position {at} than its first run: {difference}"
 
     def _check_edits(self, record: Record, rebuilt: Sequence[Tensor]) -> None:
         """The version of a rebuilt tensor starts anew; any other version that differs tells of an edit."""
@@ -193,7 +195,7 @@ def rerun(record: Record, streams: Sequence[Tensor], call: Call, capture: Captur
     """Run a step's branch again on streams made by `Record.start`, and return its update."""
     context = call.context()
     ambient = call.ambient
-    with replaying(), torch.enable_grad():
+    with Replaying():
         if ambient.holds_now() and not has_forward_hooks(record.block):
             return _rerun_branch(record, streams, context, capture)
         with ambient.again():
@@ -213,16 +215,18 @@ def _rerun_block(record: Record, streams: Sequence[Tensor], context: Mapping[str
     return result[0]
 
 
-def _rerun_branch(record: Record, streams: Sequence[Tensor], context: Mapping[str, Any], capture: Capture | None) -> Any:
+def _rerun_branch(
+    record: Record, streams: Sequence[Tensor], context: Mapping[str, Any], capture: Capture | None
+) -> Any:
     step, replay = record.wire.step, record.replay
     sources = [streams[i] for i in record.wire.sources]
     kwargs = step.takes.select(context) if context else context
     hooks = _NO_HOOKS if capture is None else saved_tensors_hooks(capture.pack, capture.unpack)
     if replay.is_quiet():
         with hooks:
-            return step.update_again(sources, kwargs)
+            return step.update_again(replay.branch, sources, kwargs)
     with replay.again(), hooks:
-        return step.update_again(sources, kwargs)
+        return step.update_again(replay.branch, sources, kwargs)
 
 
 _NO_HOOKS = nullcontext()
@@ -230,8 +234,8 @@ _NO_HOOKS = nullcontext()
 
 def _mismatch(record: Record, difference: str) -> RuntimeError:
     return RuntimeError(
-        f"The replay of {record.wire.step.name} in the block [{record.block.describe()}] {difference}. A branch must do "
-        "the same each time it runs: look for state kept outside of buffers, data that changed in between, or control "
+        f"The replay of {record.wire.step.name} in the block [{record.block.describe()}] {difference}. A branch must "
+        "do the same each time it runs: look for state kept outside of buffers, data that changed in between, or control "
         "flow that depends on either. retrograde.is_replaying() tells the runs apart; memory='store' avoids the replay."
     )
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from operator import is_
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 
 from . import _randomness as randomness
 from ._branch import name_of, reachable
-from ._torch_private import Survey, version, versions
+from ._torch_private import Place, Survey, set_grad_enabled, version, versions
 
 _LOCK = threading.RLock()
 _LOCAL = threading.local()
@@ -101,9 +100,6 @@ class Ambient:
         return stack
 
 
-Place = tuple[dict[str, Any], str]
-
-
 class Replay:
     """The state around one call of one branch, taken before and after its first run."""
 
@@ -111,19 +107,23 @@ class Replay:
                  "places", "random", "requires", "tensors", "training", "versions")  # fmt: skip
 
     def __init__(self, branch: Callable[..., Any]) -> None:
-        is_module = isinstance(branch, nn.Module)
-        reach = () if is_module else reachable(branch)
-        survey = Survey([branch] if is_module else [v for v in reach if isinstance(v, nn.Module)])  # type: ignore[list-item]
         self.branch = branch
+        self.loose: list[tuple[Tensor, int]] = []
+        if isinstance(branch, nn.Module):
+            survey = Survey([branch])
+            self._owned = randomness.generators_of(survey.modules)
+        else:
+            reach = reachable(branch)
+            survey = Survey([v for v in reach if isinstance(v, nn.Module)])
+            self._owned = randomness.generators_of(survey.modules) + randomness.owned(reach)
+            self.loose = [(v, version(v)) for v in reach if isinstance(v, Tensor)]
         self.modules = survey.modules
         self.training = survey.training
         self.places: list[Place] = survey.parameter_places
-        tensors = self.tensors = [s[n] for s, n in self.places]
-        self.versions = versions(tensors)
-        self.requires = [t.requires_grad for t in tensors]
-        self.buffers = [(s, n, s[n], version(s[n])) for s, n in survey.buffer_places]
-        self.loose = [(v, version(v)) for v in reach if isinstance(v, Tensor)]
-        self._owned = randomness.generators_of(self.modules) + randomness.owned(reach)
+        self.tensors = survey.parameters
+        self.versions = versions(survey.parameters)
+        self.requires = [t.requires_grad for t in survey.parameters]
+        self.buffers = [(s, n, s[n], version(s[n])) for s, n in survey.buffer_places] if survey.buffer_places else []
         self.changed: list[tuple[dict[str, Any], str, Tensor]] = []
         self.introduced: list[Tensor] = []
         self.random: list[tuple[Any, Any, Any]] = []
@@ -172,6 +172,7 @@ class Replay:
     def _settle_buffers(self, habits: Habits) -> bool:
         known = True
         same, changed = [], []
+        value: Tensor
         for (slots, name, value, before), old in zip(self.buffers, self._olds, strict=True):
             key = (id(slots), name)
             if slots.get(name) is value and version(value) == before:
@@ -189,14 +190,12 @@ class Replay:
         """Whether the branch can run again just as it stands. Raises if a tensor it reads was edited in place."""
         if versions(self.tensors) != self.versions or self.buffers or self.loose:
             self._check_versions()
-        return (
-            not self.random
-            and not self.changed
-            and all(map(is_, [s.get(n) for s, n in self.places], self.tensors))
-            and [m.training for m in self.modules] == self.training
-            and [t.requires_grad for t in self.tensors] == self.requires
-            and all(s.get(n) is value for s, n, value, _ in self.buffers)
-        )
+        if self.random or self.changed or [m.training for m in self.modules] != self.training:
+            return False
+        for (slots, name), tensor, requires in zip(self.places, self.tensors, self.requires, strict=True):
+            if slots.get(name) is not tensor or tensor.requires_grad != requires:
+                return False
+        return not self.buffers or all(s.get(n) is value for s, n, value, _ in self.buffers)
 
     def _check_versions(self) -> None:
         if versions(self.tensors) != self.versions:
@@ -227,7 +226,9 @@ class Replay:
             self._check_draws()
 
     def _rebind(self, undo: ExitStack) -> None:
-        places = [(s, n, t) for (s, n), t in zip(self.places, self.tensors, strict=True) if not _sharded_since(s.get(n), t)]
+        places = [
+            (s, n, t) for (s, n), t in zip(self.places, self.tensors, strict=True) if not _sharded_since(s.get(n), t)
+        ]
         places += [(s, n, value) for s, n, value, _ in self.buffers]
         self.introduced = [old.clone() for _, _, old in self.changed]
         undo.callback(self.introduced.clear)
@@ -245,8 +246,8 @@ class Replay:
         for generator, before, after in self.random:
             if randomness.read(generator) not in (before, after):
                 raise RuntimeError(
-                    f"The replay of {name_of(self.branch)} drew other random numbers than its first run: another thread "
-                    "drew from the same generator in the meantime, or the branch draws differently each time it runs. "
+                    f"The replay of {name_of(self.branch)} drew other random numbers than its first run: another "
+                    "thread drew from the same generator in the meantime, or the branch draws differently each time it runs. "
                     "Give each thread its own torch.Generator, or use memory='store' for this block."
                 )
 
@@ -260,16 +261,19 @@ def edited_in_place(what: str) -> RuntimeError:
     )
 
 
-class replaying:
-    """Marks the code inside as a replay, for `is_replaying`."""
+class Replaying:
+    """Marks the code inside as a replay, for `is_replaying`, and runs it in grad mode, like the first run."""
 
-    __slots__ = ()
+    __slots__ = ("_grad_enabled",)
 
     def __enter__(self) -> None:
         _LOCAL.replays = getattr(_LOCAL, "replays", 0) + 1
+        self._grad_enabled = torch.is_grad_enabled()
+        set_grad_enabled(True)
 
     def __exit__(self, *error: object) -> None:
         _LOCAL.replays -= 1
+        set_grad_enabled(self._grad_enabled)
 
 
 def _acquire() -> None:

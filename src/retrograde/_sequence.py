@@ -14,7 +14,7 @@ from ._plan import Memory, Plan, as_plan, segments
 from ._record import Call
 from ._step import StepError, StreamName
 from ._streams import Merge, Split, Streams, check_merge, check_split, dense, merge_streams, split_tensor
-from ._tape import CheckpointTape, Losses, Plain, ReverseTape, habits_of
+from ._tape import CheckpointTape, Losses, Plain, ReverseTape, watch_closely
 from ._torch_private import inside_function_transform
 
 Input = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
@@ -192,7 +192,7 @@ class ReversibleSequence(nn.Module):
         """Python's or NumPy's generator moved, and no branch was known to use it: watch all in the next call."""
         for block in self._blocks():
             for wire in block.wires:
-                habits_of(wire.step).draws_rare = True
+                watch_closely(wire.step)
         warnings.warn(
             "Python's or NumPy's global random generator was drawn from during a call of a ReversibleSequence, where "
             "its branches had not done so before. If a branch drew from it now, the draw was not recorded and this "
@@ -228,8 +228,8 @@ class ReversibleSequence(nn.Module):
         for i, step in steps:
             if missing := step.takes.required - given:
                 raise TypeError(
-                    f"Block {i}: {step.name} needs the context {sorted(missing)}, but the call gave {sorted(given) or 'none'}. "
-                    "Pass it by name, or give the branch's parameter a default."
+                    f"Block {i}: {step.name} needs the context {sorted(missing)}, but the call gave "
+                    f"{sorted(given) or 'none'}. Pass it by name, or give the branch's parameter a default."
                 )
         self._checked.add(given)
 
@@ -279,4 +279,3 @@ def _positions(blocks: Sequence[int], count: int) -> set[int]:
     if outside:
         raise ValueError(f"hidden={list(blocks)}: the stack has {count} blocks, so {outside} name none.")
     return {i % count for i in blocks}
-

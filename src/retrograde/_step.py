@@ -80,7 +80,7 @@ class Step(nn.Module):
     def update(self, sources: list[Tensor], kwargs: Mapping[str, Any]) -> tuple[Any, Tensor | None]:
         """Run the branch: its update, and its auxiliary loss if it has one."""
         before = versions(sources)
-        result = self.call(sources, kwargs)
+        result = self.branch(*sources, **kwargs) if self.reads == "each" else self.branch(total(sources), **kwargs)
         if versions(sources) != before:
             raise StepError(
                 f"{self.name} edited one of its sources in place. The step leaves its sources as they are, and its "
@@ -88,19 +88,14 @@ class Step(nn.Module):
             )
         return self._split_aux(result) if self.aux == "loss" else (result, None)
 
-    def update_again(self, sources: list[Tensor], kwargs: Mapping[str, Any]) -> Any:
-        """Run the branch once more, for the update alone; the first run has made the checks."""
-        result = self.call(sources, kwargs)
-        return result[0] if self.aux == "loss" else result
-
-    def call(self, sources: list[Tensor], kwargs: Mapping[str, Any]) -> Any:
-        if self.reads == "each":
-            return self.branch(*sources, **kwargs)
-        return self.branch(_sum(sources), **kwargs)
+    def update_again(self, branch: Callable[..., Any], sources: list[Tensor], kwargs: Mapping[str, Any]) -> Any:
+        """Run the branch of an earlier call once more, for its update alone; the first run has made the checks."""
+        result = branch(*sources, **kwargs) if self.reads == "each" else branch(total(sources), **kwargs)
+        return result if self.aux == "none" else result[0]
 
     def combine(self, target: Tensor, update: Any) -> Tensor:
         """The stream after the step, checked against the stream before it."""
-        if self._fit is not None and (complaint := self._fit(target, update)):
+        if self._fit is not None and (complaint := self._fit(target, update)) is not None:
             raise StepError(f"{self.name} {complaint} (stream {self.target!r}).")
         combined: Tensor = self.coupling.combine(target, update)
         if self.invertible and (combined.dtype != target.dtype or combined.shape != target.shape):
@@ -146,11 +141,12 @@ class Step(nn.Module):
         return f"target={self.target!r}, sources={self.sources!r}, coupling={self.coupling!r}"
 
 
-def _sum(sources: list[Tensor]) -> Tensor:
-    total = sources[0]
+def total(sources: list[Tensor]) -> Tensor:
+    """The sum of the sources, for a step that reads it."""
+    result = sources[0]
     for source in sources[1:]:
-        total = total + source
-    return total
+        result = result + source
+    return result
 
 
 def _check_choice(option: str, given: str, known: tuple[str, ...]) -> None:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -126,7 +126,7 @@ class Tape:
         """Run one step for the first time, with handles in the place of what autograd saves."""
         wire, replay, ambient = record.wire, record.replay, self.call.ambient
         step, target = wire.step, streams[wire.target]
-        habits = habits_of(step)
+        habits = habits_of(step, replay.training)
         pending = self._pending = []
         self._current = record
         try:
@@ -176,6 +176,7 @@ class Tape:
 
     def _unpack_elsewhere(self, owner: Any, position: int) -> Tensor:
         """Serve a tensor of another step than the last one served."""
+        tensor: Tensor
         if type(owner) is not Ticket:
             tensor, expected = owner, position
         elif self._current is not None and owner is self._ticket:  # the branch differentiates inside its own forward
@@ -214,12 +215,12 @@ class CheckpointTape(Tape):
     _start: Kept
 
     def _open(self, streams: Streams) -> None:
-        self._start = Kept(streams)
+        self._start = Kept(tuple(s.detach() for s in streams))
         super()._open(streams)
 
     def _rebuild(self, index: int) -> None:
         streams = self._start.tensors()
-        last = max(i for i, record in enumerate(self.records) if record.saved)
+        last = max(i for i, record in enumerate(self.records) if record.versions)
         for i, record in enumerate(self.records[: last + 1]):
             streams = self._redo(i, record, streams, stops=i == last)
 
@@ -229,7 +230,7 @@ class CheckpointTape(Tape):
             return replaced(streams, target, record.stayed.after)
         start = record.start(streams)
         before = leaf(streams[target], record.requires[target])
-        capture = self._filled[index] = Capture(index, stops_at=len(record.saved) if stops else -1)
+        capture = self._filled[index] = Capture(index, stops_at=len(record.versions) if stops else -1)
         try:
             update = rerun(record, start, self.call, capture)
             with torch.enable_grad(), saved_tensors_hooks(capture.pack, capture.unpack):
@@ -253,7 +254,7 @@ class ReverseTape(Tape):
     def close(self, streams: Streams) -> None:
         if self._hooks is not None:
             self.leave()
-            self._base = Kept(streams)
+            self._base = Kept(tuple(s.detach() for s in streams))
             self._base_position = len(self.records)
             self._highest = len(self.records) - 1
 
@@ -293,8 +294,13 @@ class ReverseTape(Tape):
             return
         start = record.start(state)
         update = rerun(record, start, self.call, capture)
-        with torch.no_grad():
-            before = _laid_out(record.stride, coupling.separate(state[target].detach(), update))
+        if torch.is_grad_enabled():  # under create_graph
+            with torch.no_grad():
+                before = coupling.separate(state[target], update)
+        else:
+            before = coupling.separate(state[target], update)
+        if before.stride() != record.stride:
+            before = _laid_out(record.stride, before)
         if capture is not None:
             _capture_coupling(record, capture, before, update)
             capture.check(record, (*start, before))
@@ -313,31 +319,35 @@ class ReverseTape(Tape):
 
 def _capture_coupling(record: Record, capture: Capture, before: Tensor, update: Any) -> None:
     """Run the coupling again for what it saves, if it saves anything."""
-    if record.branch_saves < len(record.saved):
+    if record.branch_saves < len(record.versions):
         with torch.enable_grad(), saved_tensors_hooks(capture.pack, capture.unpack):
             record.wire.step.coupling.combine(leaf(before, record.requires[record.wire.target]), update)
 
 
 def _laid_out(stride: tuple[int, ...], tensor: Tensor) -> Tensor:
     """The tensor in the memory layout of the first run: kernels give other bits for another one."""
-    if tensor.stride() == stride:
-        return tensor
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 _HABITS: weakref.WeakKeyDictionary[Step, dict[bool, Habits]] = weakref.WeakKeyDictionary()
 
 
-def habits_of(step: Step) -> Habits:
-    """What was learned of a step's branch in its present training mode."""
+def habits_of(step: Step, training: Sequence[bool]) -> Habits:
+    """What was learned of a step's branch in a training mode, given by the flags of its modules."""
     by_mode = _HABITS.get(step)
     if by_mode is None:
         by_mode = _HABITS[step] = {}
-    training = getattr(step.branch, "training", True)
-    habits = by_mode.get(training)
+    mode = training[0] if training else True
+    habits = by_mode.get(mode)
     if habits is None:
-        habits = by_mode[training] = Habits()
+        habits = by_mode[mode] = Habits()
     return habits
+
+
+def watch_closely(step: Step) -> None:
+    """Expect a step's branch to draw from any generator, whatever was learned of it."""
+    for habits in _HABITS.get(step, {}).values():
+        habits.draws_rare = True
 
 
 def _check_untouched(expected: Streams, given: Streams, wire: Wire) -> None:

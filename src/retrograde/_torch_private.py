@@ -6,12 +6,17 @@ Each has no public equivalent. Nothing else in the package names an underscore o
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
 tree_flatten = _pytree.tree_flatten
 tree_unflatten = _pytree.tree_unflatten
+
+set_grad_enabled = torch._C._set_grad_enabled
+"""Sets the grad mode without a context manager's cost, which a tiny branch would feel."""
 
 
 def inside_function_transform() -> bool:
@@ -31,6 +36,9 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
         return [version(t) for t in tensors]
 
 
+Place = tuple[dict[str, Any], str]
+
+
 class Survey:
     """Every module below some roots, with the places of their parameters and buffers, as they are now.
 
@@ -39,22 +47,30 @@ class Survey:
     generators and memo sets of `named_parameters`.
     """
 
-    __slots__ = ("buffer_places", "modules", "parameter_places", "training")
+    __slots__ = ("buffer_places", "modules", "parameter_places", "parameters", "training")
 
     def __init__(self, roots: list[nn.Module]) -> None:
         modules = self.modules = roots
-        parameter_places = self.parameter_places = []
-        buffer_places = self.buffer_places = []
-        self.training: list[bool] = []
+        parameters: list[Tensor] = []
+        parameter_places: list[Place] = []
+        buffer_places: list[Place] = []
+        training: list[bool] = []
         for module in modules:  # the list grows as it is walked
             parts = module.__dict__
-            self.training.append(parts["training"])
+            training.append(parts["training"])
             if inner := parts["_modules"]:
                 modules.extend([m for m in inner.values() if m is not None])
             if slots := parts["_parameters"]:
-                parameter_places.extend([(slots, name) for name, p in slots.items() if p is not None])
+                for name, parameter in slots.items():
+                    if parameter is not None:
+                        parameters.append(parameter)
+                        parameter_places.append((slots, name))
             if slots := parts["_buffers"]:
                 buffer_places.extend([(slots, name) for name, b in slots.items() if b is not None])
+        self.parameters = parameters
+        self.parameter_places = parameter_places
+        self.buffer_places = buffer_places
+        self.training = training
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

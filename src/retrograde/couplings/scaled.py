@@ -13,7 +13,7 @@ from ._base import Coupling
 class Scaled(Coupling):
     """A scaled addition, `keep * target + scale * update`.
 
-    It covers momentum networks (`keep=γ, scale=1-γ`), midpoint and leapfrog (`scale=2h`) and
+    It covers momentum networks (`keep=gamma, scale=1-gamma`), midpoint and leapfrog (`scale=2h`) and
     MEFT (`keep=λ`). The inverse divides by `keep`, and so magnifies rounding errors by
     `1/keep` a step: a small `keep` at depth needs anchors or an exact coupling.
     """
