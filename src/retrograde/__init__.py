@@ -7,6 +7,7 @@ from ._block import midpoint as midpoint
 from ._block import momentum as momentum
 from ._block import transition as transition
 from ._block import two_stream as two_stream
+from ._modalities import multimodal as multimodal
 from ._plan import Plan as Plan
 from ._replay import is_replaying as is_replaying
 from ._sequence import Outputs as Outputs

@@ -57,15 +57,24 @@ class Block(nn.Module):
         steps: the steps, in the order in which they run.
         streams: the names of the streams in order; needed only to fix another order.
         order: how the streams leave the block; `(1, 0)` swaps two streams' roles.
+        groups: streams that are made of one input and merged into one output, by the name of that
+            input; `{"video": ("video", "video_memory")}`.
     """
 
-    def __init__(self, *steps: Step, streams: Sequence[str] | None = None, order: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        *steps: Step,
+        streams: Sequence[str] | None = None,
+        order: Sequence[int] | None = None,
+        groups: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         super().__init__()
         if not steps or not all(isinstance(s, Step) for s in steps):
             raise ValueError(f"A block is made of one or more steps, not of {[type(s).__name__ for s in steps]}.")
         self.steps = nn.ModuleList(steps)
         self.names: tuple[StreamName, ...] = tuple(streams) if streams else _names_in(steps)
         self.order = tuple(order) if order is not None else None
+        self.groups = {name: tuple(members) for name, members in (groups or {}).items()}
         self.wires: tuple[Wire, ...] = ()
         self.bind(self.names)
         if self.order is not None and sorted(self.order) != list(range(len(self.names))):

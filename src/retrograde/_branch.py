@@ -69,6 +69,15 @@ def find_takes(branch: Callable[..., Any], given: TakesArgument, positional: int
     )
 
 
+def accepted(branch: Callable[..., Any], names: Mapping[str, str]) -> dict[str, str]:
+    """Of a mapping from parameters to context names, the part that a branch's signature accepts."""
+    parameters = _parameters(branch)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(names)
+    known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return {parameter: name for parameter, name in names.items() if parameter in known}
+
+
 def name_of(branch: Callable[..., Any]) -> str:
     """What to call a branch in a message."""
     if isinstance(branch, nn.Module):

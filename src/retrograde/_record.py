@@ -16,9 +16,6 @@ from ._replay import Ambient, Replay, Replaying, edited_in_place
 from ._streams import Streams
 from ._torch_private import has_forward_hooks, tree_flatten, tree_unflatten
 
-Brief = tuple[list[torch.Size], list[torch.dtype]]
-"""Saved tensors in brief: their shapes and dtypes. (Autograd itself objects to another device.)"""
-
 
 class _Keep(torch.autograd.Function):
     """A node that only saves tensors. It belongs to no graph, so that it cannot be part of a cycle."""
@@ -97,8 +94,8 @@ class Ticket:
 class Record:
     """What the first run of one step leaves behind: no activation, unless it had to stay."""
 
-    __slots__ = ("block", "branch_saves", "replay", "requires", "saved", "stayed", "stride", "ticket", "versions",
-                 "wire")  # fmt: skip
+    __slots__ = ("block", "branch_saves", "dtypes", "replay", "requires", "shapes", "stayed", "stride", "ticket",
+                 "versions", "wire")  # fmt: skip
 
     def __init__(self, block: Block, wire: Wire, streams: Streams, ticket: Ticket) -> None:
         self.block = block
@@ -107,8 +104,9 @@ class Record:
         self.stride = streams[wire.target].stride()
         self.replay = Replay(wire.step.branch)
         self.ticket = weakref.ref(ticket)
-        self.saved: Brief = ([], [])
-        self.versions: list[int] = []
+        self.versions: list[int] = []  # of the saved tensors, like the next two
+        self.shapes: list[torch.Size] = []
+        self.dtypes: list[torch.dtype] = []
         self.branch_saves = 0
         self.stayed: Stayed | None = None
 
@@ -138,17 +136,19 @@ class Enough(BaseException):
     """Ends a replay as soon as all that was asked for is there. Not an Exception: no branch is to catch it."""
 
 
-def in_brief(tensors: list[Tensor]) -> Brief:
-    return [t.shape for t in tensors], [t.dtype for t in tensors]
-
-
 class Capture:
-    """Collects what a replay saves, to be held against what the first run saved."""
+    """Collects what a replay saves, and holds it against what the first run saved (rule 6).
 
-    __slots__ = ("clings", "index", "stops_at", "tensors", "versions")
+    Shape and dtype are compared; to another device autograd itself objects.
+    """
 
-    def __init__(self, index: int, stops_at: int = -1) -> None:
+    __slots__ = ("clings", "dtypes", "index", "record", "shapes", "stops_at", "tensors", "versions")
+
+    def __init__(self, index: int, record: Record, *, stops_at: int = -1) -> None:
         self.index = index
+        self.record = record
+        self.shapes = record.shapes
+        self.dtypes = record.dtypes
         self.stops_at = stops_at
         self.clings = False
         self.tensors: list[Any] = []
@@ -156,35 +156,42 @@ class Capture:
 
     def pack(self, tensor: Tensor) -> int:
         tensors = self.tensors
+        position = len(tensors)
+        if (
+            position == len(self.shapes)
+            or tensor.shape != self.shapes[position]
+            or tensor.dtype is not self.dtypes[position]
+        ):
+            raise _mismatch(self.record, self._difference(position, tensor))
         tensors.append(tensor if tensor.is_leaf else tensor.detach())
         self.versions.append(tensor._version)
-        if len(tensors) == self.stops_at:
+        if position + 1 == self.stops_at:
             raise Enough
-        return len(tensors) - 1
+        return position
 
     def unpack(self, position: int) -> Tensor:
         tensor: Tensor = self.tensors[position]
         return tensor
 
-    def check(self, record: Record, rebuilt: Sequence[Tensor]) -> None:
-        """Rule 6: the replay saved what the first run did, and nobody edited it in between."""
-        if in_brief(self.tensors) != record.saved:
-            raise _mismatch(record, self._difference(record.saved))
-        if self.versions != record.versions:
-            self._check_edits(record, rebuilt)
+    def check(self, rebuilt: Sequence[Tensor]) -> None:
+        """After the replay: nothing is missing, and nobody edited a tensor in between."""
+        saved, expected = self.versions, self.record.versions
+        if len(saved) != len(expected):
+            raise _mismatch(self.record, f"saved {len(saved)} tensors, where its first run saved {len(expected)}")
+        if saved != expected:
+            self._check_edits(rebuilt)
 
-    def _difference(self, expected: Brief) -> str:
-        saved = list(zip(*in_brief(self.tensors), strict=True))
-        before = list(zip(*expected, strict=True))
-        if len(saved) != len(before):
-            return f"saved {len(saved)} tensors, where its first run saved {len(before)}"
-        at = next(i for i in range(len(saved)) if saved[i] != before[i])
-        parts = zip(("shape", "dtype"), saved[at], before[at], strict=True)
-        difference = ", ".join(f"{name} {now} for {then}" for name, now, then in parts if now != then)
-        return f"saved another tensor at position {at} than its first run: {difference}"
+    def _difference(self, position: int, tensor: Tensor) -> str:
+        if position == len(self.shapes):
+            return f"saved more than the {position} tensors of its first run"
+        return (
+            f"saved another tensor at position {position} than its first run: {tuple(tensor.shape)} {tensor.dtype} for "
+            f"{tuple(self.shapes[position])} {self.dtypes[position]}"
+        )
 
-    def _check_edits(self, record: Record, rebuilt: Sequence[Tensor]) -> None:
+    def _check_edits(self, rebuilt: Sequence[Tensor]) -> None:
         """The version of a rebuilt tensor starts anew; any other version that differs tells of an edit."""
+        record = self.record
         ours = (*rebuilt, *record.replay.introduced)
         for tensor, now, then in zip(self.tensors, self.versions, record.versions, strict=True):
             if now != then and not any(_share_storage(tensor, other) for other in ours):
@@ -235,8 +242,9 @@ _NO_HOOKS = nullcontext()
 def _mismatch(record: Record, difference: str) -> RuntimeError:
     return RuntimeError(
         f"The replay of {record.wire.step.name} in the block [{record.block.describe()}] {difference}. A branch must "
-        "do the same each time it runs: look for state kept outside of buffers, data that changed in between, or control "
-        "flow that depends on either. retrograde.is_replaying() tells the runs apart; memory='store' avoids the replay."
+        "do the same each time it runs: look for state kept outside of buffers, data that changed in between, or "
+        "control flow that depends on either. retrograde.is_replaying() tells the runs apart, and memory='store' avoids "
+        "the replay."
     )
 
 

@@ -231,7 +231,6 @@ class Replay:
         ]
         places += [(s, n, value) for s, n, value, _ in self.buffers]
         self.introduced = [old.clone() for _, _, old in self.changed]
-        undo.callback(self.introduced.clear)
         places += [(s, n, new) for (s, n, _), new in zip(self.changed, self.introduced, strict=True)]
         for slots, name, tensor in places:
             if slots.get(name) is not tensor:
@@ -247,7 +246,7 @@ class Replay:
             if randomness.read(generator) not in (before, after):
                 raise RuntimeError(
                     f"The replay of {name_of(self.branch)} drew other random numbers than its first run: another "
-                    "thread drew from the same generator in the meantime, or the branch draws differently each time it runs. "
+                    "thread drew from the same generator meanwhile, or the branch draws differently each time it runs. "
                     "Give each thread its own torch.Generator, or use memory='store' for this block."
                 )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,28 @@ from ._streams import Merge, Split, Streams, check_merge, check_split, dense, me
 from ._tape import CheckpointTape, Losses, Plain, ReverseTape, watch_closely
 from ._torch_private import inside_function_transform
 
-Input = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
+Input = Tensor | Sequence[Tensor] | Mapping[Any, Tensor]
 Runner = Plain | CheckpointTape | ReverseTape
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def outside_compiled_graphs(method: Method) -> Method:
+    """Keep a compiler that traces the caller out of `method`; branches that were compiled themselves stay so.
+
+    Compiled whole, the first run would be fused and the replay not, and saved tensors would differ.
+    The compiler is only imported if it is at work.
+    """
+    disabled: list[Any] = []
+
+    @functools.wraps(method)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return method(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(method))
+        return disabled[0](*args, **kwargs)
+
+    return cast("Method", inner)
 
 
 class Outputs(tuple[Tensor, ...]):
@@ -64,6 +85,8 @@ class ReversibleSequence(nn.Module):
         dim: the dimension that is split and merged.
         memory: "reverse", "checkpoint" or "store", a list with one of them for each block, or
             a `Plan`. It decides how the backward pass gets its activations, never what is computed.
+        layer_drop: the probability with which a block is left out of a call in training, for all
+            blocks or one for each. If all would drop, the first is kept. Nothing is rescaled.
 
     Example:
         >>> import torch, retrograde as rg
@@ -81,6 +104,7 @@ class ReversibleSequence(nn.Module):
         merge: Merge | None = "mean",
         dim: int = -1,
         memory: Memory | Sequence[Memory] | Plan = "reverse",
+        layer_drop: float | Sequence[float] = 0.0,
     ) -> None:
         super().__init__()
         blocks = list(blocks)
@@ -94,6 +118,8 @@ class ReversibleSequence(nn.Module):
         self.names = _names_of(blocks)
         for block in blocks:
             block.bind(self.names)
+        self.groups = _groups_of(blocks, self.names)
+        self.layer_drop = _probabilities(layer_drop, len(blocks))
         self._plan = as_plan(memory, blocks)
         self._checked: set[frozenset[str]] = set()
 
@@ -108,8 +134,10 @@ class ReversibleSequence(nn.Module):
 
     def forward(
         self, x: Input, /, *, memory: Memory | Sequence[Memory] | Plan | None = None, **context: Any
-    ) -> Tensor | tuple[Any, ...]:
+    ) -> Tensor | tuple[Any, ...] | dict[str, Tensor]:
         """The merged streams; with `(output, aux)` if any step declares an auxiliary loss.
+
+        Where blocks group their streams (several modalities), input and output are dictionaries.
 
         Args:
             x: a tensor to be split, or the streams as a tuple or by name.
@@ -117,7 +145,7 @@ class ReversibleSequence(nn.Module):
             context: what branches take by name; tensors in it are differentiable inputs.
         """
         outputs = self.run(x, memory=memory, **context)
-        merged = outputs if self.merge is None else merge_streams(outputs, self.merge, self.dim)
+        merged = self._merged(outputs)
         return (merged, outputs.aux) if outputs.aux is not None else merged
 
     def run(
@@ -138,6 +166,7 @@ class ReversibleSequence(nn.Module):
         self._check_context(context)
         wanted = _positions(hidden, len(self.blocks))
         streams = self._streams_of(x)
+        self._check_masks(context, streams)
         outputs = self._drive(plan, streams, context, wanted)
         if any(b.has_aux for b in self._blocks()):
             losses = [loss for found in outputs.aux_by_block.values() for loss in found]
@@ -160,12 +189,13 @@ class ReversibleSequence(nn.Module):
                 raise StepError(f"Block {i}: {error}") from None
         return Outputs(streams, self.names)
 
+    @outside_compiled_graphs
     def _drive(self, plan: Plan, streams: Streams, context: Mapping[str, Any], hidden: set[int]) -> Outputs:
         call = None
         if torch.is_grad_enabled() and not inside_function_transform() and set(plan.memory) != {"store"}:
             call = Call(streams, context)
         outputs, aux, states = streams, {}, {}
-        parts = list(segments(plan, range(len(self.blocks))))
+        parts = list(segments(plan, self._running()))
         for part in parts:
             blocks = [self._block(i) for i in part.blocks]
             runner = _runner(part.memory, call, blocks, keeps_last=part is parts[-1])
@@ -201,19 +231,55 @@ class ReversibleSequence(nn.Module):
             stacklevel=4,
         )
 
+    def _running(self) -> list[int]:
+        """The blocks of this call: all of them, but for those that are dropped in training."""
+        every = list(range(len(self.blocks)))
+        if not self.training or not any(self.layer_drop):
+            return every
+        dropped = torch.empty(len(every)).uniform_(0, 1) < torch.tensor(self.layer_drop)
+        return [i for i in every if not dropped[i]] or every[:1]
+
+    def _merged(self, outputs: Outputs) -> Tensor | Outputs | dict[str, Tensor]:
+        if self.merge is None:
+            return outputs
+        if not self.groups:
+            return merge_streams(outputs, self.merge, self.dim)
+        named = outputs.named()
+        return {
+            name: merge_streams([named[m] for m in members], self.merge, self.dim)
+            for name, members in self.groups.items()
+        }
+
     def _streams_of(self, x: Input) -> Streams:
         if isinstance(x, Tensor):
+            if self.groups:
+                raise ValueError(
+                    f"The stack takes one tensor for each of {list(self.groups)}, by name, not one in all."
+                )
             return split_tensor(x, len(self.names), self.split, self.dim)
         if isinstance(x, Mapping):
-            if set(x) != set(self.names):
-                raise ValueError(f"The streams are {list(self.names)}, but {list(x)} were given.")
-            x = [x[name] for name in self.names]  # type: ignore[index]
+            x = self._by_name(x)
         if len(x) != len(self.names) or not all(isinstance(s, Tensor) for s in x):
             raise ValueError(
                 f"The stack has {len(self.names)} streams ({', '.join(map(str, self.names))}), but got {len(x)} values "
                 f"of types {[type(s).__name__ for s in x]}. Give a tensor to be split, or one tensor for each stream."
             )
         return tuple(dense(s) for s in x)
+
+    def _by_name(self, x: Mapping[Any, Tensor]) -> list[Tensor]:
+        if self.groups and set(x) == set(self.groups):
+            parts = {
+                member: stream
+                for name, members in self.groups.items()
+                for member, stream in zip(
+                    members, split_tensor(x[name], len(members), self.split, self.dim), strict=True
+                )
+            }
+            return [parts[name] for name in self.names]  # type: ignore[index]
+        if set(x) != set(self.names):
+            known = f"{list(self.groups)}, or the streams {list(self.names)}" if self.groups else f"{list(self.names)}"
+            raise ValueError(f"The stack takes {known}, but {list(x)} were given.")
+        return [x[name] for name in self.names]
 
     def _check_context(self, context: Mapping[str, Any]) -> None:
         """Every name is taken by somebody, and nobody lacks one; checked once for each set of names."""
@@ -232,6 +298,20 @@ class ReversibleSequence(nn.Module):
                     f"{sorted(given) or 'none'}. Pass it by name, or give the branch's parameter a default."
                 )
         self._checked.add(given)
+
+    def _check_masks(self, context: Mapping[str, Any], streams: Streams) -> None:
+        """Masks cover the leading dimensions of their streams; a wrong one would broadcast, or fail far inside."""
+        for i, block in enumerate(self._blocks() if context else ()):
+            for step in (wire.step for wire in block.wires if wire.step.masks):
+                names = dict(step.takes.pairs)
+                for parameter, stream in step.masks.items():
+                    mask = context.get(names[parameter])
+                    shape = streams[self.names.index(stream)].shape
+                    if isinstance(mask, Tensor) and mask.shape != shape[: mask.ndim]:
+                        raise ValueError(
+                            f"Block {i}, {step.name}: {names[parameter]} has shape {tuple(mask.shape)}, but the stream "
+                            f"{stream!r} of shape {tuple(shape)} needs {tuple(shape[: max(mask.ndim, 1)])}."
+                        )
 
     def _blocks(self) -> list[Block]:
         return list(self.blocks)  # type: ignore[arg-type]
@@ -272,6 +352,27 @@ def _names_of(blocks: list[Block]) -> tuple[StreamName, ...]:
     if kinds == {False}:
         return tuple(range(max(len(block.names) for block in blocks)))
     return tuple(dict.fromkeys(name for block in blocks for name in block.names))
+
+
+def _groups_of(blocks: list[Block], names: tuple[StreamName, ...]) -> dict[str, tuple[str, ...]]:
+    groups: dict[str, tuple[str, ...]] = {}
+    for block in blocks:
+        for name, members in block.groups.items():
+            if groups.setdefault(name, members) != members:
+                raise ValueError(f"Blocks disagree on the streams of {name!r}: {groups[name]} and {members}.")
+    left = [n for n in names if not any(n in members for members in groups.values())]
+    if groups and left:
+        raise ValueError(f"The streams {left} belong to none of the groups {groups}; put each stream into one.")
+    return groups
+
+
+def _probabilities(layer_drop: float | Sequence[float], count: int) -> list[float]:
+    each = [float(layer_drop)] * count if isinstance(layer_drop, (int, float)) else [float(p) for p in layer_drop]
+    if len(each) != count or not all(0 <= p <= 1 for p in each):
+        raise ValueError(
+            f"layer_drop={layer_drop!r}: give a probability from 0 to 1, or one for each of {count} blocks."
+        )
+    return each
 
 
 def _positions(blocks: Sequence[int], count: int) -> set[int]:

@@ -32,6 +32,8 @@ class Step(nn.Module):
         takes: which context the branch receives: a sequence of names, a mapping from the
             branch's parameter to the context's name, or "all". By default what its signature names.
         reads: "each" hands over the sources one by one, "sum" their sum.
+        masks: which of the branch's parameters are masks over the leading dimensions (batch, length …)
+            of a stream; their shape is checked before anything runs.
         aux: "loss" for a branch that returns `(update, auxiliary loss)`.
         name: what to call this step in messages; the branch's class by default.
     """
@@ -46,6 +48,7 @@ class Step(nn.Module):
         coupling: SupportsCoupling | None = None,
         takes: TakesArgument = None,
         reads: Literal["each", "sum"] = "each",
+        masks: Mapping[str, StreamName] | None = None,
         aux: Literal["none", "loss"] = "none",
         name: str | None = None,
     ) -> None:
@@ -66,6 +69,9 @@ class Step(nn.Module):
         self.aux = aux
         self.takes = find_takes(branch, takes, 1 if reads == "sum" else len(self.sources))
         self.name = name or name_of(branch)
+        self.masks = dict(masks or {})
+        if untaken := set(self.masks) - {parameter for parameter, _ in self.takes.pairs}:
+            raise ValueError(f"masks names {sorted(untaken)}, which {self.name} does not take; it takes {self.takes}.")
         self._fit = getattr(self.coupling, "fit", None)
 
     def _check_wiring(self) -> None:

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ._block import Block, Wire, advance, replaced
-from ._record import Call, Capture, Enough, Kept, Record, Stayed, Ticket, in_brief, leaf, rerun
+from ._record import Call, Capture, Enough, Kept, Record, Stayed, Ticket, leaf, rerun
 from ._replay import Habits, edited_in_place
 from ._step import Step, StepError
 from ._streams import Streams
@@ -135,7 +135,6 @@ class Tape:
             can_replay = replay.end(ambient, habits)
             record.branch_saves = len(pending)
             after = step.combine(target, update)
-            record.saved = in_brief(pending)
             if not can_replay:
                 record.stayed = Stayed(pending, target, after)
             if not habits.verified:
@@ -158,6 +157,8 @@ class Tape:
         pending = self._pending
         pending.append(tensor)
         record.versions.append(tensor._version)
+        record.shapes.append(tensor.shape)
+        record.dtypes.append(tensor.dtype)
         return self._ticket, len(pending) - 1
 
     def _unpack(self, handle: tuple[Any, int]) -> Tensor:
@@ -230,14 +231,14 @@ class CheckpointTape(Tape):
             return replaced(streams, target, record.stayed.after)
         start = record.start(streams)
         before = leaf(streams[target], record.requires[target])
-        capture = self._filled[index] = Capture(index, stops_at=len(record.versions) if stops else -1)
+        capture = self._filled[index] = Capture(index, record, stops_at=len(record.versions) if stops else -1)
         try:
             update = rerun(record, start, self.call, capture)
             with torch.enable_grad(), saved_tensors_hooks(capture.pack, capture.unpack):
                 after = record.wire.step.coupling.combine(before, update).detach()
         except Enough:
             after = before.detach()  # of no use: nothing comes after the last step
-        capture.check(record, (*start, before))
+        capture.check((*start, before))
         streams = replaced(streams, target, after)
         return record.block.reorder(streams) if record.ends_block() else streams
 
@@ -273,7 +274,7 @@ class ReverseTape(Tape):
             self._undo(None)
         if self._latest_alive(index) <= index:  # rule 4: nobody will ask for a later state again
             self._base, self._base_position = self._state, self._position
-        capture = Capture(index)
+        capture = Capture(index, self.records[index])
         self._undo(capture)
         self._filled[index] = capture
 
@@ -303,17 +304,17 @@ class ReverseTape(Tape):
             before = _laid_out(record.stride, before)
         if capture is not None:
             _capture_coupling(record, capture, before, update)
-            capture.check(record, (*start, before))
+            capture.check((*start, before))
         self._state, self._position = replaced(state, target, before), index
 
     def _fill(self, index: int) -> None:
         record = self.records[index]
         start = record.start(self._state)
         before = self._state[record.wire.target]
-        capture = Capture(index)
+        capture = Capture(index, record)
         update = rerun(record, start, self.call, capture)
         _capture_coupling(record, capture, before, update)
-        capture.check(record, (*start, before))
+        capture.check((*start, before))
         self._filled[index] = capture
 
 

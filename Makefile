@@ -1,0 +1,58 @@
+# Every target sets up what it needs: a virtual environment in .venv with the versions of constraints.txt.
+# Another interpreter: make test PYTHON=python3.12 (after make clean).
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+TORCH := $(shell sed -n 's|^torch==||p' constraints.txt)
+
+# oneDNN's bfloat16 matmuls use AMX where the processor claims it, and die with SIGILL on machines (some
+# virtual ones among them) that claim it without allowing it. AVX512_CORE_BF16 is the level below. It belongs
+# to the set-up of runs, not to the library, which leaves a user's environment alone.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
+export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types pytest format bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(READY)  ## train a deep reversible model and draw its memory (minutes; writes demo-output/)
+	$(RUN) examples/demo.py
+
+test: lint types pytest  ## everything CI checks: lint, types, tests, doctests, README
+
+lint: $(READY)  ## ruff: rules and formatting
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+types: $(READY)  ## mypy, strict
+	$(RUN) -m mypy
+
+pytest: $(READY)  ## the tests alone; ARGS="-k name" passes arguments on
+	$(RUN) -m pytest $(ARGS)
+
+format: $(READY)  ## let ruff rewrite the code in place
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+bench: $(READY)  ## run the benchmarks, if this checkout has them
+	@if [ -f benchmarks/run.py ]; then $(RUN) benchmarks/run.py $(ARGS); else echo "benchmarks/run.py does not exist yet."; fi
+
+clean:  ## remove the environment, caches and what the demo wrote
+	rm -rf $(VENV) demo-output build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The file is written last, so an interrupted set-up starts again and a finished one is used as it is.
+# A Python without ensurepip (Debian's, without python3-venv) cannot put pip into .venv: its own pip can.
+# --no-build-isolation: a build environment apart would not follow the constraints.
+$(READY): pyproject.toml constraints.txt Makefile
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 10) and f"retrograde needs Python 3.10 or later; $(PYTHON) is {v}. Try make PYTHON=python3.11.")'
+	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(RUN) install pip; }
+	$(RUN) -m pip install --quiet --constraint constraints.txt torch==$(TORCH)
+	$(RUN) -m pip install --quiet --constraint constraints.txt hatchling editables
+	$(RUN) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(RUN) -c 'import torch; v = torch.__version__; assert v.split("+")[0] == "$(TORCH)", f"torch is {v}, not $(TORCH)"'
+	@touch $@

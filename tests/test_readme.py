@@ -1,0 +1,30 @@
+"""Every Python block of the documents runs, in order, in one namespace a document."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def python_blocks(text: str) -> list[str]:
+    """The blocks, each after as many empty lines as the document has before it, so that tracebacks point into it."""
+    return ["\n" * text.count("\n", 0, match.start(1)) + match[1] for match in BLOCK.finditer(text)]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_python_block_runs(document: Path) -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for block in python_blocks(document.read_text(encoding="utf-8")):
+        exec(compile(block, str(document), "exec"), namespace)
+
+
+def test_the_readme_has_examples_and_none_is_hidden_from_this_test() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(python_blocks(text)) == len(re.findall(r"^\s*(?:```|~~~)\s*py", text, re.MULTILINE)) > 0
