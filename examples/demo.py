@@ -13,16 +13,13 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Literal
 
-import matplotlib
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import retrograde as rg
 from retrograde.diagnose import MemoryTracker
-
-matplotlib.use("Agg")  # draws into a file, with or without a screen
-import matplotlib.pyplot as plt
 
 Memory = Literal["store", "checkpoint", "reverse"]
 MODES: tuple[Memory, ...] = ("store", "checkpoint", "reverse")
@@ -110,7 +107,7 @@ def train(text: Tensor, characters: int, memory: Memory) -> list[float]:
     for step in range(1, STEPS + 1):
         loss = model.loss(batch_of(text, generator))
         optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         losses.append(loss.item())
@@ -119,26 +116,28 @@ def train(text: Tensor, characters: int, memory: Memory) -> list[float]:
 
 
 def say_how_equal(curves: dict[Memory, list[float]]) -> None:
-    print(f"\n  {'step':<11}" + "".join(f"{step:>9}" for step in range(0, STEPS, STEPS // 5)) + f"{STEPS - 1:>9}")
+    shown = [1, *range(STEPS // 5, STEPS + 1, STEPS // 5)]
+    print(f"\n  {'step':<11}" + "".join(f"{step:>9}" for step in shown))
     for memory, losses in curves.items():
-        print(f"  {memory:<11}" + "".join(f"{loss:>9.4f}" for loss in [*losses[:: STEPS // 5], losses[-1]]))
+        print(f"  {memory:<11}" + "".join(f"{losses[step - 1]:>9.4f}" for step in shown))
     for memory in MODES[1:]:
         differences = [abs(a - b) for a, b in zip(curves["store"], curves[memory], strict=True)]
-        first = next((step for step, difference in enumerate(differences) if difference), None)
+        first = next((step for step, difference in enumerate(differences, 1) if difference), None)
         if first is None:
             print(f"  {memory}: every loss is equal to the stored one, to the last bit.")
         else:
-            print(f"  {memory}: not equal to the bit. The first loss that differs is at step {first}; ", end="")
-            print(f"the largest difference is {max(differences):.1e}, at step {differences.index(max(differences))}.")
+            print(f"  {memory}: the losses differ by {max(differences):.0e} at most, first at step {first}; ", end="")
+            print("subtracting in float32 does not undo adding to the last bit.")
 
 
 def peak_of(depth: int, characters: int, text: Tensor, memory: Memory) -> float:
     """MiB held at the peak of one forward and backward, less the parameters and their gradients."""
     model = CharacterModel(characters, depth, memory)
-    model.loss(text).backward()  # type: ignore[no-untyped-call]  # so that the gradients are there to be ignored
+    model.loss(text).backward()  # so that the gradients are there to be ignored
     with MemoryTracker(ignore=[model, text]) as tracker:
-        model.loss(text).backward()  # type: ignore[no-untyped-call]
-    return tracker.peak / 2**20
+        model.loss(text).backward()
+    peak: int = tracker.peak
+    return peak / 2**20
 
 
 def sweep(text: Tensor, characters: int) -> dict[Memory, list[float]]:
@@ -153,11 +152,13 @@ def sweep(text: Tensor, characters: int) -> dict[Memory, list[float]]:
 
 
 def draw(curves: dict[Memory, list[float]], peaks: dict[Memory, list[float]]) -> Path:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    steps = range(1, STEPS + 1)
     for memory in MODES:
         colour, line, marker = STYLE[memory]
         left.plot(DEPTHS, peaks[memory], color=colour, linestyle="-", marker=marker, label=memory)
-        right.plot(curves[memory], color=colour, linestyle=line, linewidth=2, label=memory)
+        right.plot(steps, curves[memory], color=colour, linestyle=line, linewidth=2, label=memory)
     left.set(
         title="Activation memory at the peak of a step", xlabel="blocks", ylabel="MiB", xticks=DEPTHS, ylim=(0, None)
     )
@@ -173,9 +174,10 @@ def draw(curves: dict[Memory, list[float]], peaks: dict[Memory, list[float]]) ->
 
 def main() -> None:
     start = time.perf_counter()
+    torch.set_num_threads(1)  # the matrices are small: on a busy machine, threads would wait for each other
     text, characters = read_text()
     print(f"{len(text):,} characters of Python's own reference, {characters} different ones.")
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32.\n")
+    print(f"torch {torch.__version__}, one thread, float32.\n")
     print(f"1. Training {DEPTH} blocks of width {WIDTH}, batch {BATCH} of {LENGTH} characters, in each memory mode:")
     curves = {memory: train(text, characters, memory) for memory in MODES}
     say_how_equal(curves)
@@ -188,4 +190,5 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("\nStopped.")
+        print("\nStopped.")
+        sys.exit(130)  # as a shell reports an interrupt

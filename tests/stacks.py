@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import random
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -180,3 +181,23 @@ def all_close(got: Sequence[Any], expected: Sequence[Any], tolerance: float = TI
     assert len(got) == len(expected)
     for i, (one, other) in enumerate(zip(got, expected, strict=True)):
         assert_close(one, other, tolerance, f"entry {i}")
+
+
+def in_threads(work: Callable[[int], None], count: int) -> None:
+    """Run `work(0)`, `work(1)`, … at once, and raise what any of them raised."""
+    start, errors = threading.Barrier(count), []
+
+    def run(i: int) -> None:
+        start.wait()
+        try:
+            work(i)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from stacks import MEMORIES, REBUILDING, Mlp, Noisy, agree, all_close, memory_of, sample, seed_all, twins, twins_of
+from stacks import (
+    MEMORIES,
+    REBUILDING,
+    Mlp,
+    Noisy,
+    agree,
+    all_close,
+    in_threads,
+    memory_of,
+    sample,
+    seed_all,
+    twins,
+    twins_of,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -358,26 +370,6 @@ class Masked(nn.Module):
             if self.masks is not None and not rg.is_replaying():
                 self.masks.setdefault(threading.get_ident(), []).append(mask)
         return self.outer((self.inner(x) * mask).sin())
-
-
-def in_threads(work: Callable[[int], None], count: int) -> None:
-    """Run `work(0)`, `work(1)`, … at once, and raise what any of them raised."""
-    start, errors = threading.Barrier(count), []
-
-    def run(i: int) -> None:
-        start.wait()
-        try:
-            work(i)
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 @pytest.mark.parametrize("memory", REBUILDING)

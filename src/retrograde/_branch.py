@@ -112,6 +112,8 @@ def _held_by(value: Any) -> list[Any]:
         return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     if isinstance(value, (list, tuple)):
         return list(value)
+    if isinstance(value, dict):
+        return list(value.values())
     if callable(value) and not isinstance(value, (nn.Module, type)):
         return list(getattr(value, "__dict__", {}).values())
     return []

@@ -91,12 +91,16 @@ def is_generator(value: Any) -> bool:
         return False
     if _is_generator_type(kind):
         return True
-    _OTHER_TYPES.add(kind)
+    if not issubclass(kind, (list, tuple, Tensor)):  # of which some may matter
+        _OTHER_TYPES.add(kind)
     return False
 
 
-def generators_of(modules: Iterable[nn.Module]) -> list[Any]:
-    """Generators that modules hold as attributes. torch's own layers hold none, and are passed over."""
+def held_by(modules: Iterable[nn.Module]) -> list[Any]:
+    """Generators and plain tensors that modules hold as attributes, or in lists.
+
+    torch's own layers hold none, and are passed over.
+    """
     found: list[Any] = []
     for module in modules:
         kind = type(module)
@@ -105,7 +109,9 @@ def generators_of(modules: Iterable[nn.Module]) -> list[Any]:
         if kind.__module__.startswith("torch.nn."):
             _TORCH_LAYERS.add(kind)
         elif not _OTHER_TYPES.issuperset(map(type, vars(module).values())):
-            found.extend(v for v in vars(module).values() if is_generator(v))
+            for value in vars(module).values():
+                several = value if isinstance(value, (list, tuple)) else (value,)
+                found.extend(v for v in several if isinstance(v, Tensor) or is_generator(v))
     return found
 
 

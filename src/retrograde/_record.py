@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +14,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from ._block import Block, Wire
 from ._replay import Ambient, Replay, Replaying, edited_in_place
 from ._streams import Streams
-from ._torch_private import has_forward_hooks, tree_flatten, tree_unflatten
+from ._torch_private import (
+    has_forward_hooks,
+    inside_function_transform,
+    outside_function_transforms,
+    tree_flatten,
+    tree_unflatten,
+    versions,
+)
 
 
 class _Keep(torch.autograd.Function):
@@ -39,15 +46,22 @@ class Kept:
     They must be detached from any graph: aliases with the same storage and version counter.
     """
 
-    __slots__ = ("_node",)
+    __slots__ = ("_node", "_unpacked", "_versions")
 
     def __init__(self, tensors: Streams) -> None:
         with torch.enable_grad():
             self._node: Any = _Keep.apply(_SPARK, tensors).grad_fn  # type: ignore[no-untyped-call]
+        self._unpacked: Streams | None = None
+        self._versions: list[int] = []
 
     def tensors(self) -> Streams:
-        saved: Streams = self._node.saved_tensors
-        return saved
+        """The tensors. They are unpacked once: torch.utils.checkpoint, if it is around us, allows no second time."""
+        if self._unpacked is None:
+            self._unpacked = self._node.saved_tensors
+            self._versions = versions(self._unpacked)
+        elif versions(self._unpacked) != self._versions:
+            raise edited_in_place("a stream or a tensor of the context")
+        return self._unpacked
 
 
 def leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
@@ -102,7 +116,7 @@ class Record:
         self.wire = wire
         self.requires = [s.requires_grad for s in streams]
         self.stride = streams[wire.target].stride()
-        self.replay = Replay(wire.step.branch)
+        self.replay = Replay(wire.step.branch, wire.step.coupling)
         self.ticket = weakref.ref(ticket)
         self.versions: list[int] = []  # of the saved tensors, like the next two
         self.shapes: list[torch.Size] = []
@@ -194,46 +208,55 @@ class Capture:
         record = self.record
         ours = (*rebuilt, *record.replay.introduced)
         for tensor, now, then in zip(self.tensors, self.versions, record.versions, strict=True):
-            if now != then and not any(_share_storage(tensor, other) for other in ours):
+            if now != then and not any(_share_storage(tensor, other) for other in ours if other is not None):
                 raise edited_in_place(f"a tensor of shape {tuple(tensor.shape)} that {record.wire.step.name} uses")
 
 
-def rerun(record: Record, streams: Sequence[Tensor], call: Call, capture: Capture | None) -> Any:
-    """Run a step's branch again on streams made by `Record.start`, and return its update."""
-    context = call.context()
+Then = Callable[[Any], None]
+"""What is done with the update of a branch that ran again, in the surroundings that it ran in."""
+
+
+def rerun(record: Record, streams: Sequence[Tensor], call: Call, capture: Capture | None, then: Then) -> None:
+    """Run a step's branch again on streams made by `Record.start`, then `then` on its update."""
     ambient = call.ambient
     with Replaying():
-        if ambient.holds_now() and not has_forward_hooks(record.block):
-            return _rerun_branch(record, streams, context, capture)
-        with ambient.again():
-            return _rerun_block(record, streams, context, capture)
+        if ambient.holds_now() and not has_forward_hooks(record.block) and not inside_function_transform():
+            _rerun_branch(record, streams, call.context(), capture, then)
+            return
+        with ambient.again(), outside_function_transforms():
+            _rerun_block(record, streams, call.context(), capture, then)
 
 
-def _rerun_block(record: Record, streams: Sequence[Tensor], context: Mapping[str, Any], capture: Capture | None) -> Any:
+def _rerun_block(
+    record: Record, streams: Sequence[Tensor], context: Mapping[str, Any], capture: Capture | None, then: Then
+) -> None:
     """Run the branch from within its block, whose hooks gather parameters under FSDP."""
-    result: list[Any] = []
 
     def again(wire: Wire, given: Streams, context: Mapping[str, Any]) -> tuple[Streams, None]:
         if wire is record.wire:
-            result.append(_rerun_branch(record, given, context, capture))
+            _rerun_branch(record, given, context, capture, then)
         return given, None
 
     record.block(tuple(streams), context, again)
-    return result[0]
 
 
 def _rerun_branch(
-    record: Record, streams: Sequence[Tensor], context: Mapping[str, Any], capture: Capture | None
-) -> Any:
+    record: Record, streams: Sequence[Tensor], context: Mapping[str, Any], capture: Capture | None, then: Then
+) -> None:
     step, replay = record.wire.step, record.replay
     sources = [streams[i] for i in record.wire.sources]
     kwargs = step.takes.select(context) if context else context
     hooks = _NO_HOOKS if capture is None else saved_tensors_hooks(capture.pack, capture.unpack)
     if replay.is_quiet():
         with hooks:
-            return step.update_again(replay.branch, sources, kwargs)
-    with replay.again(), hooks:
-        return step.update_again(replay.branch, sources, kwargs)
+            update = step.update_again(replay.branch, sources, kwargs)
+        then(update)
+        return
+    with replay.again():
+        with hooks:
+            update = step.update_again(replay.branch, sources, kwargs)
+        replay.check_draws()
+        then(update)
 
 
 _NO_HOOKS = nullcontext()

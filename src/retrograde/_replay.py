@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from . import _randomness as randomness
 from ._branch import name_of, reachable
-from ._torch_private import Place, Survey, set_grad_enabled, version, versions
+from ._torch_private import Survey, outside_function_transforms, set_grad_enabled, version, versions
 
 _LOCK = threading.RLock()
 _LOCAL = threading.local()
@@ -52,7 +52,7 @@ class Habits:
         self.draws = True
         self.draws_rare = True
         self.edits = True
-        self.steady: set[tuple[int, str]] = set()
+        self.steady: set[tuple[int, str, bool]] = set()
         self.verified = False
 
 
@@ -63,7 +63,7 @@ class Ambient:
     generators of Python and NumPy.
     """
 
-    __slots__ = ("_autocast", "_cache", "_rare_before", "generators", "rare", "states", "used_rare")
+    __slots__ = ("_autocast", "_cache", "_rare_seen", "drew_unseen", "generators", "rare", "states")
 
     def __init__(self, devices: Sequence[torch.device], context: Iterable[Any]) -> None:
         kinds = dict.fromkeys(["cpu", *(d.type for d in devices if d.type != "meta")])
@@ -72,16 +72,22 @@ class Ambient:
         self.generators = randomness.everyday(devices) + randomness.owned(context)
         self.states = self.read()
         self.rare = randomness.rare()
-        self._rare_before = [randomness.fingerprint(g) for g in self.rare]
-        self.used_rare = False
+        self._rare_seen = [randomness.fingerprint(g) for g in self.rare]
+        self.drew_unseen = False
 
     def read(self) -> list[Any]:
         """The states of torch's generators."""
         return [randomness.read(g) for g in self.generators]
 
-    def drew_unseen(self) -> bool:
-        """Whether Python's or NumPy's generator moved in this call, though no step recorded a draw from one."""
-        return not self.used_rare and [randomness.fingerprint(g) for g in self.rare] != self._rare_before
+    def look_for_unseen(self) -> None:
+        """Note in `drew_unseen` if Python's or NumPy's generator moved since it was last looked at."""
+        now = [randomness.fingerprint(g) for g in self.rare]
+        self.drew_unseen = self.drew_unseen or now != self._rare_seen
+        self._rare_seen = now
+
+    def look_away(self) -> None:
+        """What Python's or NumPy's generator did up to now is recorded."""
+        self._rare_seen = [randomness.fingerprint(g) for g in self.rare]
 
     def holds_now(self) -> bool:
         """Whether autocast is as it was when the call began."""
@@ -103,29 +109,34 @@ class Ambient:
 class Replay:
     """The state around one call of one branch, taken before and after its first run."""
 
-    __slots__ = ("_locked", "_olds", "_owned", "branch", "buffers", "changed", "introduced", "loose", "modules",
+    __slots__ = ("_locked", "_olds", "_owned", "branch", "buffers", "changed", "held", "introduced", "loose", "modules",
                  "places", "random", "requires", "tensors", "training", "versions")  # fmt: skip
 
-    def __init__(self, branch: Callable[..., Any]) -> None:
+    def __init__(self, branch: Callable[..., Any], coupling: object) -> None:
         self.branch = branch
-        self.loose: list[tuple[Tensor, int]] = []
+        roots: list[nn.Module] = [coupling] if isinstance(coupling, nn.Module) else []
         if isinstance(branch, nn.Module):
-            survey = Survey([branch])
-            self._owned = randomness.generators_of(survey.modules)
+            survey = Survey([branch, *roots])
+            loose = randomness.held_by(survey.modules)
         else:
-            reach = reachable(branch)
-            survey = Survey([v for v in reach if isinstance(v, nn.Module)])
-            self._owned = randomness.generators_of(survey.modules) + randomness.owned(reach)
-            self.loose = [(v, version(v)) for v in reach if isinstance(v, Tensor)]
+            reach = list(reachable(branch))
+            survey = Survey([v for v in reach if isinstance(v, nn.Module)] + roots)
+            loose = randomness.held_by(survey.modules) + reach
+        self._owned: list[Any] = []
+        self.loose: list[tuple[Tensor, int]] = []
+        if loose:
+            self._owned = randomness.owned(loose)
+            self.loose = [(v, version(v)) for v in loose if isinstance(v, Tensor)]
         self.modules = survey.modules
         self.training = survey.training
-        self.places: list[Place] = survey.parameter_places
-        self.tensors = survey.parameters
-        self.versions = versions(survey.parameters)
-        self.requires = [t.requires_grad for t in survey.parameters]
-        self.buffers = [(s, n, s[n], version(s[n])) for s, n in survey.buffer_places] if survey.buffer_places else []
-        self.changed: list[tuple[dict[str, Any], str, Tensor]] = []
-        self.introduced: list[Tensor] = []
+        self.places = survey.places
+        self.held = survey.held
+        self.tensors = survey.tensors
+        self.versions = versions(survey.tensors)
+        self.requires = [t.requires_grad for t in survey.tensors]
+        self.buffers = [(s, n, s[n], version(s[n]), flag) for s, n, flag in survey.buffers] if survey.buffers else []
+        self.changed: list[tuple[dict[str, Any], str, Tensor | None]] = []
+        self.introduced: list[Tensor | None] = []
         self.random: list[tuple[Any, Any, Any]] = []
         self._locked = False
 
@@ -137,18 +148,25 @@ class Replay:
             ambient.states = ambient.read()
         if self.buffers:
             steady = habits.steady
-            self._olds = [value if (id(s), n) in steady else value.clone() for s, n, value, _ in self.buffers]
+            copies: dict[int, Tensor | None] = {}  # a buffer that two modules share is copied once
+            self._olds = [
+                value if (id(s), n, flag) in steady else _copied(value, copies) for s, n, value, _, flag in self.buffers
+            ]
         if habits.draws_rare or self._owned:
-            watched = self._owned + (ambient.rare if habits.draws_rare else [])
+            watched = self._owned
+            if habits.draws_rare:
+                ambient.look_for_unseen()
+                watched = watched + ambient.rare
             self.random = [(g, randomness.read(g), None) for g in watched]
 
     def end(self, ambient: Ambient, habits: Habits) -> bool:
-        """Keep what the first run used or changed. False if it changed a buffer of which no copy was made."""
+        """Keep what the first run used or changed. False if it changed something of which no copy was made."""
         drawn = self.random
         if drawn:
             drawn = [(g, before, now) for g, before, _ in drawn if (now := randomness.read(g)) != before]
-            habits.draws_rare = any(g is r for g, _, _ in drawn for r in ambient.rare)
-            ambient.used_rare = ambient.used_rare or habits.draws_rare
+            if habits.draws_rare:
+                habits.draws_rare = any(g is r for g, _, _ in drawn for r in ambient.rare)
+                ambient.look_away()
         before, now = ambient.states, ambient.read()
         if now != before:
             drawn = drawn + [(g, b, n) for g, b, n in zip(ambient.generators, before, now, strict=True) if b != n]
@@ -158,6 +176,9 @@ class Replay:
         known = True
         if self.buffers:
             known = self._settle_buffers(habits)
+        now_versions = versions(self.tensors)
+        if now_versions != self.versions:  # a parameter that the branch itself initialises
+            known, self.versions = False, now_versions
         habits.edits = bool(self.changed)
         if self._locked:
             self.leave()
@@ -170,16 +191,17 @@ class Replay:
             _LOCK.release()
 
     def _settle_buffers(self, habits: Habits) -> bool:
+        """Sort the buffers into those that the first run left as they were and those that it changed."""
         known = True
         same, changed = [], []
-        value: Tensor
-        for (slots, name, value, before), old in zip(self.buffers, self._olds, strict=True):
-            key = (id(slots), name)
-            if slots.get(name) is value and version(value) == before:
-                same.append((slots, name, value, before))
+        for (slots, name, value, before, training), old in zip(self.buffers, self._olds, strict=True):
+            key = (id(slots), name, training)
+            edited = version(value) != before or (old is not value and not _equal(old, value))  # batch norm hides edits
+            if slots.get(name) is value and not edited:
+                same.append((slots, name, value, before, training))
                 habits.steady.add(key)
                 continue
-            known = known and (old is not value or version(value) == before)
+            known = known and (old is not value or not edited)
             changed.append((slots, name, old))
             habits.steady.discard(key)
         self.buffers, self.changed = same, changed
@@ -192,15 +214,17 @@ class Replay:
             self._check_versions()
         if self.random or self.changed or [m.training for m in self.modules] != self.training:
             return False
-        for (slots, name), tensor, requires in zip(self.places, self.tensors, self.requires, strict=True):
-            if slots.get(name) is not tensor or tensor.requires_grad != requires:
+        for (slots, name), thing in zip(self.places, self.held, strict=True):
+            if slots.get(name) is not thing:
                 return False
-        return not self.buffers or all(s.get(n) is value for s, n, value, _ in self.buffers)
+        if [t.requires_grad for t in self.tensors] != self.requires:
+            return False
+        return not self.buffers or all(s.get(n) is value for s, n, value, _, _ in self.buffers)
 
     def _check_versions(self) -> None:
         if versions(self.tensors) != self.versions:
             raise edited_in_place(f"a parameter of {name_of(self.branch)}")
-        for _, name, value, before in self.buffers:
+        for _, name, value, before, _ in self.buffers:
             if version(value) != before:
                 raise edited_in_place(f"the buffer {name!r} of {name_of(self.branch)}")
         for tensor, before in self.loose:
@@ -219,29 +243,33 @@ class Replay:
                     undo.callback(setattr, module, "training", module.training)
                     module.training = training
             self._rebind(undo)
+            if self.random:
+                undo.enter_context(outside_function_transforms())
             for generator, before, _ in self.random:
                 undo.callback(randomness.write, generator, randomness.read(generator))
                 randomness.write(generator, before)
             yield
-            self._check_draws()
 
     def _rebind(self, undo: ExitStack) -> None:
-        places = [
-            (s, n, t) for (s, n), t in zip(self.places, self.tensors, strict=True) if not _sharded_since(s.get(n), t)
-        ]
-        places += [(s, n, value) for s, n, value, _ in self.buffers]
-        self.introduced = [old.clone() for _, _, old in self.changed]
+        places: list[tuple[dict[str, Any], str, Any]] = [
+            (s, n, thing) for (s, n), thing in zip(self.places, self.held, strict=True)
+            if not _sharded_since(s.get(n), thing)
+        ]  # fmt: skip
+        places += [(s, n, value) for s, n, value, _, _ in self.buffers]
+        copies: dict[int, Tensor | None] = {}
+        self.introduced = [_copied(old, copies) for _, _, old in self.changed]
         places += [(s, n, new) for (s, n, _), new in zip(self.changed, self.introduced, strict=True)]
-        for slots, name, tensor in places:
-            if slots.get(name) is not tensor:
+        for slots, name, thing in places:
+            if slots.get(name) is not thing:
                 undo.callback(slots.__setitem__, name, slots.get(name))
-                slots[name] = tensor
+                slots[name] = thing
         for tensor, requires in zip(self.tensors, self.requires, strict=True):
             if tensor.requires_grad != requires and tensor.is_leaf:
                 undo.callback(tensor.requires_grad_, not requires)
                 tensor.requires_grad_(requires)
 
-    def _check_draws(self) -> None:
+    def check_draws(self) -> None:
+        """Raise if a replay drew other numbers than the first run, as far as the generators tell."""
         for generator, before, after in self.random:
             if randomness.read(generator) not in (before, after):
                 raise RuntimeError(
@@ -275,6 +303,18 @@ class Replaying:
         set_grad_enabled(self._grad_enabled)
 
 
+class TakingTurns:
+    """Lets no other thread draw in a branch meanwhile; for branches that are not recorded but may draw."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _acquire()
+
+    def __exit__(self, *error: object) -> None:
+        _LOCK.release()
+
+
 def _acquire() -> None:
     if not _LOCK.acquire(timeout=_PATIENCE):
         raise RuntimeError(
@@ -283,6 +323,18 @@ def _acquire() -> None:
         )
 
 
-def _sharded_since(now: Any, then: Tensor) -> bool:
+def _copied(value: Tensor | None, copies: dict[int, Tensor | None]) -> Tensor | None:
+    if id(value) not in copies:
+        copies[id(value)] = None if value is None else value.clone()
+    return copies[id(value)]
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.shape == b.shape and torch.equal(a, b)
+
+
+def _sharded_since(now: Any, then: Any) -> bool:
     """FSDP2 exchanges sharded and whole parameters by itself; a replay leaves them as it finds them."""
     return hasattr(now, "placements") != hasattr(then, "placements")

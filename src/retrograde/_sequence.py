@@ -212,7 +212,7 @@ class ReversibleSequence(nn.Module):
                 raise StepError(f"Block {running}: {error}") from None
             finally:
                 runner.leave()
-        if call is not None and call.ambient.drew_unseen():
+        if call is not None and call.ambient.drew_unseen:
             self._relearn()
         result = Outputs(outputs, self.names)
         result.aux_by_block, result.hidden = aux, states
@@ -239,9 +239,9 @@ class ReversibleSequence(nn.Module):
         dropped = torch.empty(len(every)).uniform_(0, 1) < torch.tensor(self.layer_drop)
         return [i for i in every if not dropped[i]] or every[:1]
 
-    def _merged(self, outputs: Outputs) -> Tensor | Outputs | dict[str, Tensor]:
+    def _merged(self, outputs: Outputs) -> Tensor | Streams | dict[str, Tensor]:
         if self.merge is None:
-            return outputs
+            return tuple(outputs)
         if not self.groups:
             return merge_streams(outputs, self.merge, self.dim)
         named = outputs.named()
@@ -329,7 +329,7 @@ class ReversibleSequence(nn.Module):
 
 def _runner(memory: Memory, call: Call | None, blocks: list[Block], *, keeps_last: bool) -> Runner:
     if call is None or memory == "store":
-        return Plain()
+        return Plain(call)
     steps = sum(len(block.wires) for block in blocks) - keeps_last
     return ReverseTape(call, steps) if memory == "reverse" else CheckpointTape(call, steps)
 

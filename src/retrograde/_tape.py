@@ -35,7 +35,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ._block import Block, Wire, advance, replaced
 from ._record import Call, Capture, Enough, Kept, Record, Stayed, Ticket, leaf, rerun
-from ._replay import Habits, edited_in_place
+from ._replay import Habits, TakingTurns, edited_in_place
 from ._step import Step, StepError
 from ._streams import Streams
 
@@ -43,10 +43,22 @@ Losses = tuple[Tensor, ...]
 
 
 class Plain:
-    """No tape: autograd keeps what it keeps. The memory mode "store", and every run without grad mode."""
+    """No tape: autograd keeps what it keeps. The memory mode "store", and every run without grad mode.
+
+    In a call with tapes it takes turns with other threads, whose draws it might disturb.
+    """
+
+    def __init__(self, call: Call | None) -> None:
+        self._call = call
 
     def run(self, block: Block, streams: Streams, context: Mapping[str, Any]) -> tuple[Streams, Losses]:
-        result: tuple[Streams, Losses] = block(streams, context)
+        if self._call is None:
+            result: tuple[Streams, Losses] = block(streams, context)
+            return result
+        self._call.ambient.look_for_unseen()
+        with TakingTurns():
+            result = block(streams, context)
+        self._call.ambient.look_away()
         return result
 
     def close(self, streams: Streams) -> None:
@@ -112,7 +124,9 @@ class Tape:
             if self._hooks is not None:
                 self.close(streams)
                 self._block = block
-            streams, aux = advance(wire, streams, context)
+            self.call.ambient.look_for_unseen()
+            with TakingTurns():
+                streams, aux = advance(wire, streams, context)
         else:
             streams, aux = self._record(Record(block, wire, streams, self._new_ticket()), streams, context)
         self._streams = streams
@@ -221,26 +235,34 @@ class CheckpointTape(Tape):
 
     def _rebuild(self, index: int) -> None:
         streams = self._start.tensors()
+        filled: dict[int, Capture] = {}
         last = max(i for i, record in enumerate(self.records) if record.versions)
         for i, record in enumerate(self.records[: last + 1]):
-            streams = self._redo(i, record, streams, stops=i == last)
+            if record.stayed is not None:
+                streams = replaced(streams, record.wire.target, record.stayed.after)
+            else:
+                filled[i] = Capture(i, record, stops_at=len(record.versions) if i == last else -1)
+                streams = self._redo(record, streams, filled[i])
+            streams = record.block.reorder(streams) if record.ends_block() else streams
+        self._filled = filled
 
-    def _redo(self, index: int, record: Record, streams: Streams, *, stops: bool) -> Streams:
+    def _redo(self, record: Record, streams: Streams, capture: Capture) -> Streams:
+        """Run one step forward again, and return the streams after it."""
         target = record.wire.target
-        if record.stayed is not None:
-            return replaced(streams, target, record.stayed.after)
         start = record.start(streams)
         before = leaf(streams[target], record.requires[target])
-        capture = self._filled[index] = Capture(index, record, stops_at=len(record.versions) if stops else -1)
+        result: list[Tensor] = []
+
+        def combine(update: Any) -> None:
+            with saved_tensors_hooks(capture.pack, capture.unpack):
+                result.append(record.wire.step.coupling.combine(before, update))
+
         try:
-            update = rerun(record, start, self.call, capture)
-            with torch.enable_grad(), saved_tensors_hooks(capture.pack, capture.unpack):
-                after = record.wire.step.coupling.combine(before, update).detach()
+            rerun(record, start, self.call, capture, combine)
         except Enough:
-            after = before.detach()  # of no use: nothing comes after the last step
+            result.append(before)  # of no use: nothing comes after the last step
         capture.check((*start, before))
-        streams = replaced(streams, target, after)
-        return record.block.reorder(streams) if record.ends_block() else streams
+        return replaced(streams, target, result[0].detach())
 
 
 class ReverseTape(Tape):
@@ -294,35 +316,36 @@ class ReverseTape(Tape):
             self._state, self._position = replaced(state, target, record.stayed.before), index
             return
         start = record.start(state)
-        update = rerun(record, start, self.call, capture)
-        if torch.is_grad_enabled():  # under create_graph
+        result: list[Tensor] = []
+
+        def separate(update: Any) -> None:
             with torch.no_grad():
                 before = coupling.separate(state[target], update)
-        else:
-            before = coupling.separate(state[target], update)
-        if before.stride() != record.stride:
-            before = _laid_out(record.stride, before)
+            if before.stride() != record.stride:
+                before = _laid_out(record.stride, before)
+            result.append(before)
+            if capture is not None and record.branch_saves < len(record.versions):
+                _capture_coupling(record, capture, before, update)
+
+        rerun(record, start, self.call, capture, separate)
         if capture is not None:
-            _capture_coupling(record, capture, before, update)
-            capture.check((*start, before))
-        self._state, self._position = replaced(state, target, before), index
+            capture.check((*start, *result))
+        self._state, self._position = replaced(state, target, result[0]), index
 
     def _fill(self, index: int) -> None:
+        """Run the step at the present position once more, for what it saves."""
         record = self.records[index]
-        start = record.start(self._state)
-        before = self._state[record.wire.target]
+        start, before = record.start(self._state), self._state[record.wire.target]
         capture = Capture(index, record)
-        update = rerun(record, start, self.call, capture)
-        _capture_coupling(record, capture, before, update)
+        rerun(record, start, self.call, capture, lambda update: _capture_coupling(record, capture, before, update))
         capture.check((*start, before))
         self._filled[index] = capture
 
 
 def _capture_coupling(record: Record, capture: Capture, before: Tensor, update: Any) -> None:
-    """Run the coupling again for what it saves, if it saves anything."""
-    if record.branch_saves < len(record.versions):
-        with torch.enable_grad(), saved_tensors_hooks(capture.pack, capture.unpack):
-            record.wire.step.coupling.combine(leaf(before, record.requires[record.wire.target]), update)
+    """Run the coupling again for what it saves."""
+    with saved_tensors_hooks(capture.pack, capture.unpack):
+        record.wire.step.coupling.combine(leaf(before, record.requires[record.wire.target]), update)
 
 
 def _laid_out(stride: tuple[int, ...], tensor: Tensor) -> Tensor:

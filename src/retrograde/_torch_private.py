@@ -5,11 +5,14 @@ Each has no public equivalent. Nothing else in the package names an underscore o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import pyfunctorch
+from torch.autograd import forward_ad
 from torch.utils import _pytree
 
 tree_flatten = _pytree.tree_flatten
@@ -20,13 +23,30 @@ set_grad_enabled = torch._C._set_grad_enabled
 
 
 def inside_function_transform() -> bool:
-    """Whether torch.func (grad, vmap, jvp …) is transforming this code; it forbids saved-tensor hooks."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether torch.func (grad, vmap …) or forward-mode AD is transforming this code.
+
+    torch.func forbids saved-tensor hooks, and a tensor that is rebuilt has no tangent.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-def version(tensor: Tensor) -> int:
-    """The counter that autograd raises with every in-place edit; constant for inference tensors."""
-    return 0 if tensor.is_inference() else tensor._version
+@contextmanager
+def outside_function_transforms() -> Iterator[None]:
+    """A context in which no transform is active, for a replay that a batched backward asks for."""
+    levels = torch._C._vmapmode_increment_nesting()
+    for _ in range(levels):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        with pyfunctorch.temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        for _ in range(levels - 1):
+            torch._C._vmapmode_increment_nesting()
+
+
+def version(tensor: Tensor | None) -> int:
+    """The counter that autograd raises with every in-place edit; constant for inference tensors and for None."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
@@ -40,36 +60,44 @@ Place = tuple[dict[str, Any], str]
 
 
 class Survey:
-    """Every module below some roots, with the places of their parameters and buffers, as they are now.
+    """Every module below some roots, with the places of its submodules, parameters and buffers, as they are now.
 
-    A place is the dictionary that a module looks its tensor up in, and the name there; it is
-    what `functional_call` and FSDP write into. This runs once a step, so it does without the
-    generators and memo sets of `named_parameters`.
+    A place is the dictionary that a module looks something up in, and the name there; it is
+    what `functional_call`, FSDP and users write into. This runs once a step, so it does
+    without the generators and memo sets of `named_parameters`.
     """
 
-    __slots__ = ("buffer_places", "modules", "parameter_places", "parameters", "training")
+    __slots__ = ("buffers", "held", "modules", "places", "tensors", "training")
 
     def __init__(self, roots: list[nn.Module]) -> None:
         modules = self.modules = roots
-        parameters: list[Tensor] = []
-        parameter_places: list[Place] = []
-        buffer_places: list[Place] = []
+        places: list[Place] = []
+        held: list[Any] = []
+        tensors: list[Tensor] = []
+        buffers: list[tuple[dict[str, Any], str, bool]] = []
         training: list[bool] = []
         for module in modules:  # the list grows as it is walked
             parts = module.__dict__
-            training.append(parts["training"])
-            if inner := parts["_modules"]:
-                modules.extend([m for m in inner.values() if m is not None])
+            flag = parts["training"]
+            training.append(flag)
+            if slots := parts["_modules"]:
+                for name, inner in slots.items():
+                    if inner is not None:
+                        modules.append(inner)
+                        places.append((slots, name))
+                        held.append(inner)
             if slots := parts["_parameters"]:
                 for name, parameter in slots.items():
                     if parameter is not None:
-                        parameters.append(parameter)
-                        parameter_places.append((slots, name))
+                        tensors.append(parameter)
+                        places.append((slots, name))
+                        held.append(parameter)
             if slots := parts["_buffers"]:
-                buffer_places.extend([(slots, name) for name, b in slots.items() if b is not None])
-        self.parameters = parameters
-        self.parameter_places = parameter_places
-        self.buffer_places = buffer_places
+                buffers.extend([(slots, name, flag) for name in slots])
+        self.places = places
+        self.held = held
+        self.tensors = tensors
+        self.buffers = buffers
         self.training = training
 
 

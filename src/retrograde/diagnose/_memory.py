@@ -14,9 +14,12 @@ NOTE [What the tracker sees]
 
 from __future__ import annotations
 
+import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -48,20 +51,18 @@ class Holding(NamedTuple):
     phase: str
 
 
+@dataclass
 class Phase:
     """A stretch of a run with its own peak. It may be read while it lasts and afterwards."""
 
-    def __init__(self, label: str, live: int) -> None:
-        self.label = label
-        self.start = live
-        self.peak = live
+    label: str
+    peak: int
 
 
 class MemoryTracker(TorchDispatchMode):
     """Counts the bytes of tensor storage that are made while it is on. See NOTE [What the tracker sees].
 
-    `live` are the bytes now, `peak` the most there were. What is freed after the tracker was
-    left is still taken off `live`.
+    `live` are the bytes now, `peak` the most there were. What is freed later still leaves `live`.
 
     Args:
         ignore: tensors and modules (parameters, their gradients, buffers) not to count.
@@ -82,8 +83,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def __init__(self, ignore: Iterable[Tensor | nn.Module] = (), *, events: list[Event] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live = 0
-        self.peak = 0
+        _load_compiler()
+        self.live = self.peak = 0
         self.events = events
         self._phases: list[Phase] = []
         self._watched: dict[int, _Watched] = {}
@@ -101,12 +102,11 @@ class MemoryTracker(TorchDispatchMode):
     @contextmanager
     def phase(self, label: str) -> Iterator[Phase]:
         """Measure the peak of what runs inside, and label its events. Phases may be nested."""
-        phase = Phase(label, self.live)
-        self._phases.append(phase)
+        self._phases.append(Phase(label, self.live))
         try:
-            yield phase
+            yield self._phases[-1]
         finally:
-            self._phases.remove(phase)
+            self._phases.pop()
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -148,16 +148,9 @@ class MemoryTracker(TorchDispatchMode):
 class _Watched(weakref.ref[torch.UntypedStorage]):
     """What is known of a storage, without holding it. torch keeps one Python object for each storage."""
 
-    __slots__ = ("bytes", "counts", "key", "number", "operator")
-
-    key: int
-    number: int
-    operator: str
-
-    def __init__(self, storage: torch.UntypedStorage, forget: Callable[[Any], None]) -> None:
-        super().__init__(storage, forget)  # type: ignore[call-arg]
-        self.bytes = 0
-        self.counts = True
+    key = number = bytes = 0
+    operator = ""
+    counts = True
 
 
 def holdings(events: Sequence[Event], at: Literal["peak", "end"] = "peak") -> list[Holding]:
@@ -169,6 +162,13 @@ def holdings(events: Sequence[Event], at: Literal["peak", "end"] = "peak") -> li
         if before.bytes + change:
             alive[storage] = before._replace(bytes=before.bytes + change)
     return sorted(alive.values(), reverse=True)
+
+
+@functools.cache
+def _load_compiler() -> None:
+    """Else the first operator under a dispatch mode does so, and the import leaves its callers' frames in a cycle."""
+    torch.compiler.disable(_load_compiler)
+    gc.collect()
 
 
 def _belongings(module: nn.Module) -> list[Tensor]:

@@ -1,0 +1,512 @@
+"""What the first run of a branch saw, its replay sees; and afterwards nothing shows that there was one."""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+import time
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from stacks import (
+    MEMORIES,
+    REBUILDING,
+    Mlp,
+    Noisy,
+    agree,
+    all_close,
+    in_threads,
+    memory_of,
+    sample,
+    seed_all,
+    twins,
+    twins_of,
+)
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import retrograde as rg
+
+every_memory = pytest.mark.parametrize("memory", MEMORIES)
+
+
+def loss_of(y: Tensor) -> Tensor:
+    return (y.sin() * y).sum()
+
+
+def train(model: Any, steps: int = 3) -> list[Any]:
+    """A few steps of training: outputs and gradients of the input, with the gradients of parameters added up."""
+    seen: list[Any] = []
+    for step in range(steps):
+        x = sample(5, 6, seed=step)
+        y = model(x)
+        loss_of(y).backward()
+        seen += [y, x.grad]
+    return seen
+
+
+class Drawing(Mlp):
+    """Multiplies by noise from a source that can be chosen."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source = source
+        self.own = torch.Generator().manual_seed(3)
+        self.own_numpy = numpy.random.default_rng(3)
+        self.own_python = random.Random(3)
+
+    def draw(self, x: Tensor) -> Any:
+        return {
+            "python": lambda: random.random(),
+            "numpy": lambda: numpy.random.rand(),
+            "numpy normal": lambda: numpy.random.randn(),
+            "a torch.Generator of the branch": lambda: torch.rand(x.shape, generator=self.own, dtype=x.dtype),
+            "a numpy Generator of the branch": lambda: self.own_numpy.random(),
+            "a random.Random of the branch": lambda: self.own_python.random(),
+            "all at once": lambda: random.random() + numpy.random.rand() + torch.rand_like(x),
+        }[self.source]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.draw(x)) * self.draw(x)
+
+
+SOURCES = (
+    "python",
+    "numpy",
+    "numpy normal",
+    "a torch.Generator of the branch",
+    "a numpy Generator of the branch",
+    "a random.Random of the branch",
+    "all at once",
+)
+
+
+@every_memory
+@pytest.mark.parametrize("source", SOURCES)
+def test_random_numbers_of_every_source_are_replayed(memory: str, source: str) -> None:
+    agree(*twins(lambda: Drawing(source), memory=memory), train)
+
+
+@every_memory
+@pytest.mark.parametrize("wrapped", ["closure", "partial", "method", "list"])
+def test_a_generator_that_a_branch_reaches_is_replayed(memory: str, wrapped: str) -> None:
+    def noisy(x: Tensor, generator: torch.Generator) -> Tensor:
+        return (x * torch.rand(x.shape, generator=generator, dtype=x.dtype)).sin()
+
+    class Holder:
+        def __init__(self, generator: torch.Generator) -> None:
+            self.generator = generator
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return noisy(x, self.generator)
+
+        def method(self, x: Tensor) -> Tensor:
+            return noisy(x, self.generator)
+
+    class Held(nn.Module):
+        def __init__(self, generator: torch.Generator) -> None:
+            super().__init__()
+            self.generators = [generator]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return noisy(x, self.generators[0])
+
+    found = []
+    for build in ("retrograde", "plain"):
+        generator = torch.Generator().manual_seed(7)
+        branch: Any = {
+            "closure": lambda x, generator=generator: noisy(x, generator),
+            "partial": functools.partial(noisy, generator=generator),
+            "method": Holder(generator).method,
+            "list": Held(generator),
+        }[wrapped]
+        x = sample(4, 6)
+        a = b = x
+        if build == "retrograde":
+            takes: Any = ()
+            block = rg.two_stream(branch, branch, takes=takes)
+            a, b = rg.ReversibleSequence([block] * 3, merge=None, memory=memory_of(memory, 3))(x)
+        else:
+            for _ in range(3):
+                a = a + branch(b)
+                b = b + branch(a)
+        loss_of(a - b).backward()
+        found.append((a, b, x.grad, generator.get_state()))
+    all_close(*found)
+
+
+@every_memory
+def test_a_generator_in_the_context_is_replayed(memory: str) -> None:
+    class Given(Mlp):
+        def forward(self, x: Tensor, generator: torch.Generator) -> Tensor:
+            return super().forward(x) * torch.rand(x.shape, generator=generator, dtype=x.dtype)
+
+    def scenario(model: Any) -> Any:
+        x, generator = sample(4, 6), torch.Generator().manual_seed(9)
+        y = model(x, generator=generator)
+        loss_of(y).backward()
+        return y, x.grad, generator.get_state()
+
+    agree(*twins(Given, memory=memory), scenario)
+
+
+@every_memory
+def test_random_numbers_go_on_after_a_backward_as_if_there_had_been_no_replay(memory: str) -> None:
+    def scenario(model: Any) -> Any:
+        drawn = []
+        for step in range(3):
+            loss_of(model(sample(4, 6, seed=step))).backward()
+            drawn += [torch.rand(3), random.random(), float(numpy.random.rand())]
+        return drawn
+
+    agree(*twins(lambda: Drawing("all at once"), memory=memory), scenario)
+
+
+class Late(Mlp):
+    """Draws from Python's generator, but not in its first run."""
+
+    first = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if rg.is_replaying() or not self.first:
+            return super().forward(x) * random.random()
+        self.first = False
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("memory", REBUILDING)
+def test_a_branch_that_takes_to_random_later_warns_once_and_is_replayed_from_then_on(memory: str) -> None:
+    stack, _ = twins(Late, memory=memory)
+    for m in stack.modules():
+        if isinstance(m, Late):
+            m.first = True
+    with torch.no_grad():
+        stack(sample(4, 6))
+    for m in stack.modules():
+        if isinstance(m, Late):
+            m.first = True
+    stack(sample(4, 6))
+    with pytest.warns(RuntimeWarning, match="random generator"):
+        stack(sample(4, 6))
+
+    _, reference = twins(Late, memory=memory)
+    for m in reference.modules():
+        if isinstance(m, Late):
+            m.first = False
+    agree(stack, reference, train)
+
+
+@pytest.mark.parametrize("memory", REBUILDING)
+def test_a_branch_that_takes_to_random_beside_one_that_always_did_warns(memory: str) -> None:
+    stack, _ = twins_of([(Drawing("python"), Late()), (Mlp(), Mlp())], memory)
+    stack(sample(4, 6))
+    with pytest.warns(RuntimeWarning, match="random generator"):
+        stack(sample(4, 6))
+
+
+@every_memory
+def test_dropout_that_is_switched_on_between_calls_is_replayed(memory: str) -> None:
+    """The branch was seen to draw nothing before, in the same training mode."""
+
+    def scenario(model: Any) -> Any:
+        x = sample(4, 6)
+        dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout)]
+        for p in (0.0, 0.5, 0.0, 0.5):
+            for dropout in dropouts:
+                dropout.p = p
+            y = model(x)
+            loss_of(y).backward()
+        return y, x.grad
+
+    agree(*twins(Noisy, memory=memory), scenario)
+
+
+class Normed(nn.Module):
+    """Batch normalisation inside a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6, bias=False).double(), nn.BatchNorm1d(6).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(self.linear(x)))
+
+
+@every_memory
+def test_batch_norm_counts_each_step_once_and_keeps_plain_statistics(memory: str) -> None:
+    stack, reference = twins(Normed, memory=memory)
+    agree(stack, reference, train)
+    assert {int(m.num_batches_tracked) for m in stack.modules() if isinstance(m, nn.BatchNorm1d)} == {3}
+
+
+@every_memory
+def test_batch_norm_in_eval_mode_and_back_is_that_of_plain_autograd(memory: str) -> None:
+    def scenario(model: Any) -> Any:
+        seen = train(model, 1)
+        seen += train(model.eval(), 2)
+        return seen + train(model.train(), 2)
+
+    agree(*twins(Normed, memory=memory), scenario)
+
+
+@every_memory
+def test_two_calls_before_the_backward_update_batch_norm_twice(memory: str) -> None:
+    def scenario(model: Any) -> Any:
+        x, z = sample(4, 6), sample(4, 6, seed=2)
+        y = model(x) * model(z)
+        loss_of(y).backward()
+        return y, x.grad, z.grad
+
+    agree(*twins(Normed, memory=memory), scenario)
+
+
+class Means(nn.Module):
+    """Moves a buffer towards its input, then uses it: the value after the update enters the output."""
+
+    how = "edit"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6).double()
+        self.register_buffer("means", torch.ones(6).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.how == "edit":
+                self.means.mul_(0.5).add_(x.mean(0), alpha=0.5)
+            elif self.how == "reassign":
+                self.means = 0.5 * self.means + 0.5 * x.mean(0)
+        return torch.tanh(self.linear(x) * self.means) + self.means
+
+
+@every_memory
+@pytest.mark.parametrize("how", ["edit", "reassign"])
+def test_a_buffer_changed_and_used_in_one_forward_is_replayed_from_its_old_value(memory: str, how: str) -> None:
+    def build() -> Means:
+        branch = Means()
+        branch.how = how
+        return branch
+
+    agree(*twins(build, memory=memory), train)
+
+
+@every_memory
+@pytest.mark.parametrize("how", ["edit", "reassign"])
+def test_a_buffer_that_starts_to_change_at_the_third_call_is_replayed(memory: str, how: str) -> None:
+    def scenario(model: Any) -> Any:
+        branches = [m for m in model.modules() if isinstance(m, Means)]
+        seen = []
+        for step in range(5):
+            for branch in branches:
+                branch.how = how if step in (2, 4) else "leave"
+            seen += train(model, 1)
+        return seen
+
+    agree(*twins(Means, memory=memory), scenario)
+
+
+@every_memory
+def test_a_buffer_that_starts_to_change_in_a_midpoint_block_is_replayed(memory: str) -> None:
+    """The block reorders its streams, and the step cannot be run again: its tensors stay."""
+    found = []
+    for build in ("retrograde", "plain"):
+        torch.manual_seed(0)
+        branches = [Means() for _ in range(4)]
+        stack = rg.ReversibleSequence([rg.midpoint(f) for f in branches], merge=None, memory=memory_of(memory, 4))
+        seen = []
+        for how in ("leave", "leave", "edit", "edit"):
+            for branch in branches:
+                branch.how = how
+            x, z = sample(4, 6), sample(4, 6, seed=2)
+            a, b = x, z
+            if build == "retrograde":
+                a, b = stack((x, z))
+            else:
+                for f in branches:
+                    a, b = b, a + 2 * f(b)
+            loss_of(a - 2 * b).backward()
+            seen += [a, b, x.grad, z.grad]
+        found.append(seen + [p.grad for f in branches for p in f.parameters()] + [f.means for f in branches])
+    all_close(*found)
+
+
+@every_memory
+def test_a_buffer_that_two_modules_of_a_branch_share_stays_shared_in_the_replay(memory: str) -> None:
+    class Reader(nn.Module):
+        def __init__(self, means: Tensor) -> None:
+            super().__init__()
+            self.register_buffer("means", means)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.means).sin()
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.writer = Means()
+            self.reader = Reader(self.writer.means)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.writer(x) + self.reader(x)
+
+    agree(*twins(Shared, memory=memory), train)
+
+
+@every_memory
+def test_a_buffer_that_is_none_until_the_first_forward_is_replayed(memory: str) -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6).double()
+            self.register_buffer("centre", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.centre is None:
+                self.centre = x.detach().mean(0)
+                return self.linear(x)
+            return torch.tanh(self.linear(x - self.centre))
+
+    agree(*twins(Lazy, memory=memory), train)
+
+
+@every_memory
+def test_a_parameter_that_the_first_forward_initialises_from_its_data_trains(memory: str) -> None:
+    """As the activation normalisation of flows does."""
+
+    class Initialised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(6).double())
+            self.register_buffer("ready", torch.tensor(False))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.ready:
+                with torch.no_grad():
+                    self.scale.copy_(1 / (x.std(0) + 0.1))
+                    self.ready.fill_(True)
+            return (x * self.scale).sin()
+
+    agree(*twins(Initialised, memory=memory), train)
+
+
+@every_memory
+@pytest.mark.parametrize("norm", ["spectral_norm", "weight_norm", "orthogonal"])
+def test_parametrizations_are_those_of_plain_autograd(memory: str, norm: str) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(getattr(parametrizations, norm)(nn.Linear(6, 6).double()), nn.Tanh())
+
+    def scenario(model: Any) -> Any:
+        return train(model) + train(model.eval(), 1) + train(model.train(), 1)
+
+    agree(*twins(build, memory=memory), scenario)
+
+
+@every_memory
+def test_is_replaying_is_true_in_replays_alone(memory: str) -> None:
+    runs: list[bool] = []
+
+    class Telling(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            runs.append(rg.is_replaying())
+            return super().forward(x)
+
+    stack, _ = twins(Telling, memory=memory)
+    y = stack(sample(4, 6))
+    assert not any(runs)
+    assert not rg.is_replaying()
+    first = len(runs)
+    y.register_hook(lambda _: runs.append(rg.is_replaying()))
+    loss_of(y).backward()
+    assert not runs[first]
+    assert all(runs[first + 1 :])
+    assert len(runs) - first - 1 == {"store": 0, "checkpoint": 5, "reverse": 5, "mixed": 5, "anchored": 5}[memory]
+    assert not rg.is_replaying()
+
+
+class Counting(nn.Module):
+    """Does something else each time it runs, with its number of runs in a plain attribute."""
+
+    def __init__(self, does: str) -> None:
+        super().__init__()
+        self.linear, self.does, self.runs = nn.Linear(6, 6).double(), does, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        h = self.linear(x)
+        if self.does == "another count":
+            for _ in range(self.runs):
+                h = h.sin()
+        elif self.does == "fewer":
+            for _ in range(3 - self.runs):
+                h = h.sin()
+        elif self.does == "another shape":
+            h = torch.cat([h] * self.runs).exp()[: len(x)]
+        else:
+            h = (h.float() if self.runs > 1 else h).exp().double()
+        return h
+
+
+@pytest.mark.parametrize("memory", ["checkpoint", "reverse", "anchored"])
+@pytest.mark.parametrize("does", ["another count", "fewer", "another shape", "another dtype"])
+def test_a_replay_that_saves_other_tensors_is_an_error_that_names_the_branch_each_time(memory: str, does: str) -> None:
+    torch.manual_seed(0)
+    stack, _ = twins_of([(Mlp(), Mlp()), (Mlp(), Counting(does)), (Mlp(), Mlp())], memory)
+    loss = loss_of(stack(sample(4, 6)))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"replay of Counting in the block \[Mlp · Counting\]"):
+            loss.backward(retain_graph=True)
+
+
+class Seen(Means):
+    """Notes by thread the buffer that its first runs found, or takes it from a list."""
+
+    found: dict[int, list[Tensor]] | None = None
+    given: list[Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.given is not None:
+            self.means = self.given.pop(0).clone()
+        if self.found is not None and not rg.is_replaying():
+            self.found.setdefault(threading.get_ident(), []).append(self.means.clone())
+        with torch.no_grad():
+            self.means.mul_(0.5).add_(x.mean(0), alpha=0.5)
+            means = self.means.clone()
+        time.sleep(0.001)  # lets another thread come to this branch while this one is inside it
+        return torch.tanh(self.linear(x) * means) + means
+
+
+@pytest.mark.parametrize("memory", REBUILDING)
+def test_threads_on_one_module_replay_the_buffers_that_they_found(memory: str) -> None:
+    torch.manual_seed(0)
+    stack, reference = twins_of([(Seen(), Mlp()), (Mlp(), Seen()), (Seen(), Mlp())], memory)
+    found: dict[int, list[Tensor]] = {}
+    for m in stack.modules():
+        if isinstance(m, Seen):
+            m.found = found
+    ours: list[tuple[int, Any, list[Tensor]]] = []
+
+    def work(seed: int) -> None:
+        for _ in range(6):
+            found.pop(threading.get_ident(), None)
+            x = sample(4, 6, seed=seed)
+            grads = torch.autograd.grad(loss_of(stack(x)), [x, *stack.parameters()])
+            ours.append((seed, grads, found[threading.get_ident()]))
+
+    in_threads(work, 3)
+    for seed, grads, given in ours:
+        for m in reference.modules():
+            if isinstance(m, Seen):
+                m.given = given
+        x = sample(4, 6, seed=seed)
+        all_close(grads, torch.autograd.grad(loss_of(reference(x)), [x, *reference.parameters()]))
+
+
+def test_a_call_of_plain_torch_after_a_seed_is_what_it_was() -> None:
+    """Guards `agree`: its comparison of generators sees a single draw."""
+    seed_all()
+    before = torch.get_rng_state()
+    torch.rand(1)
+    assert not torch.equal(before, torch.get_rng_state())
