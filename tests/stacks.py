@@ -101,7 +101,7 @@ class Plain(nn.Module):
 
     def forward(self, x: Tensor | Sequence[Tensor], **context: Any) -> Any:
         result = self.run(x, **context)
-        merged = result if self.merge is None else (result[0] + result[1]) / 2
+        merged = tuple(result) if self.merge is None else (result[0] + result[1]) / 2
         return merged if result.aux is None else (merged, result.aux)
 
 
@@ -135,10 +135,8 @@ def seed_all(seed: int = 5) -> None:
     numpy.random.seed(seed)
 
 
-def agree(
-    stack: nn.Module, reference: nn.Module, scenario: Callable[[Any], Any], *, tolerance: float = TIGHT
-) -> None:
-    """The scenario gives the same on both: what it returns, every gradient, every buffer, and the generators' states."""
+def agree(stack: nn.Module, reference: nn.Module, scenario: Callable[[Any], Any], *, tolerance: float = TIGHT) -> None:
+    """The scenario gives the same on both: what it returns, gradients, buffers, and the generators' states."""
     ours, theirs = observe(stack, scenario), observe(reference, scenario)
     assert len(ours) == len(theirs)
     for (name, got), (_, expected) in zip(ours, theirs, strict=True):

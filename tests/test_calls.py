@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from typing import Any
 
 import pytest
 import torch
-from stacks import (
-    MEMORIES,
-    REBUILDING,
-    Mlp,
-    Noisy,
-    agree,
-    all_close,
-    in_threads,
-    memory_of,
-    sample,
-    seed_all,
-    twins,
-    twins_of,
-)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
+from stacks import (
+    MEMORIES,
+    Mlp,
+    Noisy,
+    agree,
+    memory_of,
+    sample,
+    twins,
+    twins_of,
+)
 
 every_memory = pytest.mark.parametrize("memory", MEMORIES)
 
@@ -278,149 +272,6 @@ def test_a_function_that_reads_its_saved_tensors_twice_gives_the_gradients(memor
         return y, x.grad
 
     agree(*twins(Twice, memory=memory), scenario)
-
-
-@every_memory
-def test_hooks_of_parameters_modules_and_tensors_fire_once_and_in_order_as_the_backward_goes(memory: str) -> None:
-    def scenario(model: Any) -> Any:
-        seen: list[Any] = []
-        parameters = list(model.parameters())
-
-        def note(kind: str, i: int, *values: Tensor) -> None:
-            """What fired, with its gradient, and how many parameters have theirs by now."""
-            seen.append((f"{kind} {i}", sum(p.grad is not None for p in parameters), *(v.clone() for v in values)))
-
-        for i, p in enumerate(parameters):
-            p.register_hook(lambda g, i=i: note("parameter", i, g))
-            p.register_post_accumulate_grad_hook(lambda p, i=i: note("accumulated", i, p.grad))
-        for i, m in enumerate(m for m in model.modules() if isinstance(m, Mlp)):
-            m.register_full_backward_pre_hook(lambda m, out, i=i: note("before branch", i, *out))
-            m.register_full_backward_hook(lambda m, into, out, i=i: note("after branch", i, *into, *out))
-        x = sample(4, 6)
-        x.register_hook(lambda g: note("input", 0, g))
-        result = model.run(x, hidden=[1])
-        result.hidden[1][0].register_hook(lambda g: note("hidden", 0, g))
-        loss_of(result[0] + result[1]).backward()
-        assert len(seen) == 2 * len(parameters) + 2 * 6 + 2
-        return seen
-
-    agree(*twins(Noisy, memory=memory), scenario)
-
-
-@every_memory
-def test_forward_hooks_of_a_branch_fire_in_both_runs_and_can_tell_them_apart(memory: str) -> None:
-    stack, _ = twins(memory=memory)
-    runs: list[bool] = []
-    for m in stack.modules():
-        if isinstance(m, Mlp):
-            m.register_forward_hook(lambda *_: runs.append(rg.is_replaying()))
-    loss = loss_of(stack(sample(4, 6)))
-    assert runs == [False] * 6
-    loss.backward()
-    assert not any(runs[:6])
-    assert all(runs[6:])
-
-
-@every_memory
-def test_an_optimizer_may_step_inside_the_backward(memory: str) -> None:
-    def scenario(model: Any) -> Any:
-        def update(p: Tensor) -> None:
-            with torch.no_grad():
-                p.sub_(p.grad, alpha=0.1)
-            p.grad = None
-
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(update)
-        x = sample(4, 6)
-        for _ in range(2):
-            loss_of(model(x)).backward()
-        return x.grad, list(model.parameters())
-
-    agree(*twins(Noisy, memory=memory), scenario)
-
-
-@every_memory
-def test_hooks_of_a_user_around_a_call_leave_its_gradients_alone(memory: str) -> None:
-    def scenario(model: Any) -> Any:
-        x, shift = sample(4, 6), sample(6, seed=2)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().numpy().copy(), torch.from_numpy):
-            y = model(x, shift=shift)
-        loss_of(y).backward()
-        return y, x.grad, shift.grad
-
-    agree(*twins(Noisy, memory=memory), scenario)
-
-
-class Masked(nn.Module):
-    """Dropout that notes the masks of its first runs by thread, or takes them from a list."""
-
-    masks: dict[int, list[Tensor]] | None = None
-    given: list[Tensor] | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = Mlp(), nn.Linear(6, 6).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.given is not None:
-            mask = self.given.pop(0)
-        else:
-            mask = torch.empty_like(x).bernoulli_(0.6)
-            time.sleep(0.0005)
-            if self.masks is not None and not rg.is_replaying():
-                self.masks.setdefault(threading.get_ident(), []).append(mask)
-        return self.outer((self.inner(x) * mask).sin())
-
-
-@pytest.mark.parametrize("memory", REBUILDING)
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("last", [Mlp, Masked], ids=["the last step draws nothing", "the last step draws"])
-def test_threads_on_one_module_with_dropout_get_the_gradients_of_their_own_masks(
-    memory: str, count: int, last: type[nn.Module]
-) -> None:
-    torch.manual_seed(0)
-    stack, reference = twins_of([(Masked(), Mlp()), (Mlp(), Masked()), (Masked(), last())], memory)
-    masks: dict[int, list[Tensor]] = {}
-    found: dict[int, list[Any]] = {}
-
-    def work(seed: int) -> None:
-        for _ in range(2):
-            masks.pop(threading.get_ident(), None)
-            x = sample(4, 6, seed=seed)
-            y = stack(x)
-            found[seed] = [y.detach(), *torch.autograd.grad(loss_of(y), [x, *stack.parameters()])]
-        found[seed].append(masks[threading.get_ident()])
-
-    for m in stack.modules():
-        if isinstance(m, Masked):
-            m.masks = masks
-    in_threads(work, count)
-    for seed, (*ours, drawn) in found.items():
-        for m in reference.modules():
-            if isinstance(m, Masked):
-                m.given = drawn
-        x = sample(4, 6, seed=seed)
-        y = reference(x)
-        all_close(ours, [y.detach(), *torch.autograd.grad(loss_of(y), [x, *reference.parameters()])])
-
-
-@pytest.mark.parametrize("memory", REBUILDING)
-def test_a_graph_may_go_backward_in_another_thread_and_in_two_at_once(memory: str) -> None:
-    stack, reference = twins(Noisy, depth=6, memory=memory)
-    seed_all()
-    expected = torch.autograd.grad(loss_of(reference(sample(4, 6))), list(reference.parameters()))
-    seed_all()
-    loss = loss_of(stack(sample(4, 6)))
-    found: list[Any] = []
-
-    def work(_: int) -> None:
-        for _ in range(3):
-            found.append(torch.autograd.grad(loss, list(stack.parameters()), retain_graph=True))
-
-    in_threads(work, 2)
-    assert len(found) == 6
-    for grads in found:
-        all_close(grads, expected)
 
 
 def test_the_memory_of_one_call_may_be_chosen_for_that_call_alone() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from stacks import MEMORIES, Mlp, Noisy, agree, all_close, memory_of, plain, sample, twins, twins_of
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import retrograde as rg
+from stacks import MEMORIES, Mlp, Noisy, agree, all_close, memory_of, plain, sample, twins, twins_of
 
 every_memory = pytest.mark.parametrize("memory", MEMORIES)
 

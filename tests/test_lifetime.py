@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from stacks import MEMORIES, REBUILDING, Mlp, Noisy, agree, all_close, sample, seed_all, twins
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import retrograde as rg
 from retrograde import _record, _tape
+from stacks import MEMORIES, REBUILDING, Mlp, Noisy, agree, all_close, sample, seed_all, twins
 
 every_memory = pytest.mark.parametrize("memory", MEMORIES)
 rebuilding = pytest.mark.parametrize("memory", REBUILDING)

@@ -280,19 +280,17 @@ def test_a_graph_that_is_dropped_without_a_backward_pass_leaves_nothing() -> Non
 
 
 def test_a_backward_pass_that_fails_half_way_leaves_nothing() -> None:
-    class Stop(Exception):
+    class HalfWayError(Exception):
         pass
 
     def stop(gradient: Tensor) -> None:
         stops.append(gradient.shape)
-        raise Stop
+        raise HalfWayError
 
     def fail(loss: Tensor, x: Tensor) -> None:
-        with suppress(Stop):
+        with suppress(HalfWayError):
             loss.backward()
-        torch.ones(
-            (), requires_grad=True
-        ).backward()  # until it runs again, autograd itself keeps the graph that failed
+        torch.ones((), requires_grad=True).backward()  # autograd itself keeps a graph that failed until it runs again
 
     stops: list[torch.Size] = []
     model = stack(6)
@@ -333,10 +331,10 @@ def nested(depth: int, inner: int, memory: str = "reverse") -> Measured:
 
 
 def test_a_stack_inside_a_branch_holds_nothing_for_each_outer_step() -> None:
-    small = nested(2, 2)
+    small = nested(4, 2)
     assert nested(12, 2) == small
-    assert nested(2, 12) == small
-    assert nested(12, 2, "store").held > 5 * nested(2, 2, "store").held
+    assert nested(4, 12) == small
+    assert nested(12, 2, "store").held > 2.9 * nested(4, 2, "store").held
 
 
 class InTorchCheckpoints(nn.Module):
@@ -415,8 +413,8 @@ def test_the_tracker_sees_gradients_added_out_of_place_where_autograd_alone_adds
 
     class Fan(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            x = x * 2
-            return x * 3 + x * 4 + x * 5
+            x = x.neg()
+            return x.neg() + x.neg() + x.neg()
 
     measured, truth = measure(Fan()), profiled(Fan(), tmp_path / "trace.json")
     assert measured.held == truth.held

@@ -14,11 +14,12 @@ from .couplings import Replace, Scaled, SupportsCoupling
 
 
 class Wire(NamedTuple):
-    """A step and the positions of the streams it updates and reads."""
+    """A step of a block, and the positions of the streams that it updates and reads."""
 
     step: Step
     target: int
     sources: tuple[int, ...]
+    ends_block: bool
 
 
 class Advance(Protocol):
@@ -75,50 +76,70 @@ class Block(nn.Module):
         self.names: tuple[StreamName, ...] = tuple(streams) if streams else _names_in(steps)
         self.order = tuple(order) if order is not None else None
         self.groups = {name: tuple(members) for name, members in (groups or {}).items()}
-        self.wires: tuple[Wire, ...] = ()
-        self.bind(self.names)
+        self._wirings: dict[tuple[StreamName, ...], tuple[Wire, ...]] = {}
         if self.order is not None and sorted(self.order) != list(range(len(self.names))):
             raise ValueError(f"order={self.order} is not a permutation of the block's {len(self.names)} streams.")
+        self.wires(self.names)
 
     @property
     def invertible(self) -> bool:
-        return all(wire.step.invertible for wire in self.wires)
+        return all(step.invertible for step in self.each_step())
 
     @property
     def has_aux(self) -> bool:
-        return any(wire.step.aux == "loss" for wire in self.wires)
+        return any(step.aux == "loss" for step in self.each_step())
 
-    def bind(self, names: tuple[StreamName, ...]) -> None:
-        """Number the streams as `names` orders them; a sequence does this for its blocks."""
-        missing = [n for n in _names_in(tuple(self.steps)) if n not in names]
+    def each_step(self) -> list[Step]:
+        return [step for step in self.steps if isinstance(step, Step)]
+
+    def wires(self, names: tuple[StreamName, ...]) -> tuple[Wire, ...]:
+        """The steps with their streams' positions among `names`, which may hold more than the block's own."""
+        found = self._wirings.get(names)
+        if found is None:
+            found = self._wirings[names] = self._wire(names)
+        return found
+
+    def _wire(self, names: tuple[StreamName, ...]) -> tuple[Wire, ...]:
+        steps = self.each_step()
+        missing = [n for n in _names_in(steps) if n not in names]
         if missing:
             raise ValueError(f"The block's steps use the streams {missing}, which are not among {list(names)}.")
-        if self.order is not None and len(names) != len(self.order) and self.wires:
+        if self.order is not None and len(names) != len(self.order):
             raise ValueError(f"A block that reorders {len(self.order)} streams cannot be used among {len(names)}.")
-        self.names = names
-        position = {name: i for i, name in enumerate(names)}
-        self.wires = tuple(
-            Wire(step, position[step.target], tuple(position[s] for s in step.sources))
-            for step in self.steps
-            if isinstance(step, Step)
+        return tuple(
+            Wire(step, names.index(step.target), tuple(names.index(s) for s in step.sources), step is steps[-1])
+            for step in steps
         )
 
     def forward(
-        self, streams: Streams, context: Mapping[str, Any] | None = None, advance: Advance = advance
+        self,
+        streams: Streams,
+        context: Mapping[str, Any] | None = None,
+        advance: Advance = advance,
+        names: tuple[StreamName, ...] | None = None,
     ) -> tuple[Streams, tuple[Tensor, ...]]:
-        """Run the steps: the streams after the block, and its auxiliary losses."""
+        """Run the steps: the streams after the block, and its auxiliary losses.
+
+        Args:
+            streams: the streams, in the order of `names`.
+            context: what branches take by name.
+            advance: how to run a step; a tape has its own way.
+            names: the streams' names, if they are not just the block's own.
+        """
         losses: tuple[Tensor, ...] = ()
         context = {} if context is None else context
-        for wire in self.wires:
+        for wire in self.wires(self.names if names is None else names):
             streams, aux = advance(wire, streams, context)
             if aux is not None:
                 losses = (*losses, aux)
         return self.reorder(streams), losses
 
-    def inverse(self, streams: Streams, context: Mapping[str, Any] | None = None) -> Streams:
+    def inverse(
+        self, streams: Streams, context: Mapping[str, Any] | None = None, names: tuple[StreamName, ...] | None = None
+    ) -> Streams:
         """The streams before the block, from those after it."""
         streams = self.restore_order(streams)
-        for wire in reversed(self.wires):
+        for wire in reversed(self.wires(self.names if names is None else names)):
             streams = retreat(wire, streams, {} if context is None else context)
         return streams
 
@@ -131,7 +152,7 @@ class Block(nn.Module):
         return tuple(streams[self.order.index(i)] for i in range(len(self.order)))
 
     def describe(self) -> str:
-        return " · ".join(wire.step.name for wire in self.wires)
+        return " · ".join(step.name for step in self.each_step())
 
 
 def _names_in(steps: Sequence[Any]) -> tuple[StreamName, ...]:

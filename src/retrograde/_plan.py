@@ -54,7 +54,7 @@ def as_plan(memory: Memory | Sequence[Memory] | Plan, blocks: Sequence[Block]) -
         raise ValueError(f"The memory plan has {len(plan.memory)} entries for {len(blocks)} blocks; give one a block.")
     for i, (mode, block) in enumerate(zip(plan.memory, blocks, strict=True)):
         if mode == "reverse" and not block.invertible:
-            names = [w.step.name for w in block.wires if not w.step.invertible]
+            names = [step.name for step in block.each_step() if not step.invertible]
             raise ValueError(
                 f"Block {i} has memory='reverse', but {', '.join(names)} cannot be inverted. Give this block "
                 "'checkpoint' or 'store', as in memory=['reverse', 'checkpoint', 'reverse']."

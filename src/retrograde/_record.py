@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -13,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ._block import Block, Wire
 from ._replay import Ambient, Replay, Replaying, edited_in_place
+from ._step import StreamName
 from ._streams import Streams
 from ._torch_private import (
     has_forward_hooks,
@@ -71,11 +71,12 @@ def leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
 
 
 class Call:
-    """What the tapes of one call share: its context and its ambient state."""
+    """What the tapes of one call share: its streams' names, its context and its ambient state."""
 
-    __slots__ = ("_kept", "_leaves", "_spec", "_tensors", "ambient")
+    __slots__ = ("_kept", "_leaves", "_spec", "_tensors", "ambient", "names")
 
-    def __init__(self, streams: Streams, context: Mapping[str, Any]) -> None:
+    def __init__(self, names: tuple[StreamName, ...], streams: Streams, context: Mapping[str, Any]) -> None:
+        self.names = names
         leaves, self._spec = tree_flatten(dict(context))
         self._tensors = [i for i, value in enumerate(leaves) if isinstance(value, Tensor)]
         kept = tuple(leaves[i] for i in self._tensors)
@@ -96,36 +97,23 @@ class Call:
         return context
 
 
-class Ticket:
-    """What the handles of one step hold. When autograd lets go of the last handle, it dies."""
-
-    __slots__ = ("__weakref__", "index")
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
 class Record:
     """What the first run of one step leaves behind: no activation, unless it had to stay."""
 
-    __slots__ = ("block", "branch_saves", "dtypes", "replay", "requires", "shapes", "stayed", "stride", "ticket",
+    __slots__ = ("block", "branch_saves", "dtypes", "replay", "requires", "shapes", "stayed", "stride",
                  "versions", "wire")  # fmt: skip
 
-    def __init__(self, block: Block, wire: Wire, streams: Streams, ticket: Ticket) -> None:
+    def __init__(self, block: Block, wire: Wire, streams: Streams) -> None:
         self.block = block
         self.wire = wire
         self.requires = [s.requires_grad for s in streams]
         self.stride = streams[wire.target].stride()
         self.replay = Replay(wire.step.branch, wire.step.coupling)
-        self.ticket = weakref.ref(ticket)
         self.versions: list[int] = []  # of the saved tensors, like the next two
         self.shapes: list[torch.Size] = []
         self.dtypes: list[torch.dtype] = []
         self.branch_saves = 0
         self.stayed: Stayed | None = None
-
-    def ends_block(self) -> bool:
-        return self.wire is self.block.wires[-1]
 
     def start(self, streams: Streams) -> list[Tensor]:
         """The streams to replay the step on: detached, its sources requiring grad where they did before."""
@@ -224,12 +212,10 @@ def rerun(record: Record, streams: Sequence[Tensor], call: Call, capture: Captur
             _rerun_branch(record, streams, call.context(), capture, then)
             return
         with ambient.again(), outside_function_transforms():
-            _rerun_block(record, streams, call.context(), capture, then)
+            _rerun_block(record, streams, call, capture, then)
 
 
-def _rerun_block(
-    record: Record, streams: Sequence[Tensor], context: Mapping[str, Any], capture: Capture | None, then: Then
-) -> None:
+def _rerun_block(record: Record, streams: Sequence[Tensor], call: Call, capture: Capture | None, then: Then) -> None:
     """Run the branch from within its block, whose hooks gather parameters under FSDP."""
 
     def again(wire: Wire, given: Streams, context: Mapping[str, Any]) -> tuple[Streams, None]:
@@ -237,7 +223,7 @@ def _rerun_block(
             _rerun_branch(record, given, context, capture, then)
         return given, None
 
-    record.block(tuple(streams), context, again)
+    record.block(tuple(streams), call.context(), again, call.names)
 
 
 def _rerun_branch(
@@ -266,8 +252,8 @@ def _mismatch(record: Record, difference: str) -> RuntimeError:
     return RuntimeError(
         f"The replay of {record.wire.step.name} in the block [{record.block.describe()}] {difference}. A branch must "
         "do the same each time it runs: look for state kept outside of buffers, data that changed in between, or "
-        "control flow that depends on either. retrograde.is_replaying() tells the runs apart, and memory='store' avoids "
-        "the replay."
+        "control flow that depends on either. retrograde.is_replaying() tells the runs apart, and memory='store' "
+        "avoids the replay."
     )
 
 

@@ -146,6 +146,8 @@ class Replay:
             _acquire()
             self._locked = True
             ambient.states = ambient.read()
+            if self.buffers:  # as they are now that no other thread is inside such a branch
+                self.buffers = [(s, n, s[n], version(s[n]), flag) for s, n, _, _, flag in self.buffers]
         if self.buffers:
             steady = habits.steady
             copies: dict[int, Tensor | None] = {}  # a buffer that two modules share is copied once
@@ -235,9 +237,8 @@ class Replay:
     def again(self) -> Iterator[None]:
         """Surroundings as the first run had them; afterwards all is as it was before the replay."""
         with ExitStack() as undo:
-            if self.random or self.changed:
-                _acquire()
-                undo.callback(_LOCK.release)
+            _acquire()
+            undo.callback(_LOCK.release)
             for module, training in zip(self.modules, self.training, strict=True):
                 if module.training != training:
                     undo.callback(setattr, module, "training", module.training)

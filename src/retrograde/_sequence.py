@@ -117,7 +117,7 @@ class ReversibleSequence(nn.Module):
         self.dim = dim
         self.names = _names_of(blocks)
         for block in blocks:
-            block.bind(self.names)
+            block.wires(self.names)
         self.groups = _groups_of(blocks, self.names)
         self.layer_drop = _probabilities(layer_drop, len(blocks))
         self._plan = as_plan(memory, blocks)
@@ -184,7 +184,7 @@ class ReversibleSequence(nn.Module):
         streams = self._streams_of(outputs)
         for i, block in reversed(list(enumerate(self._blocks()))):
             try:
-                streams = block.inverse(streams, context)
+                streams = block.inverse(streams, context, self.names)
             except StepError as error:
                 raise StepError(f"Block {i}: {error}") from None
         return Outputs(streams, self.names)
@@ -193,12 +193,12 @@ class ReversibleSequence(nn.Module):
     def _drive(self, plan: Plan, streams: Streams, context: Mapping[str, Any], hidden: set[int]) -> Outputs:
         call = None
         if torch.is_grad_enabled() and not inside_function_transform() and set(plan.memory) != {"store"}:
-            call = Call(streams, context)
+            call = Call(self.names, streams, context)
         outputs, aux, states = streams, {}, {}
         parts = list(segments(plan, self._running()))
         for part in parts:
             blocks = [self._block(i) for i in part.blocks]
-            runner = _runner(part.memory, call, blocks, keeps_last=part is parts[-1])
+            runner = self._runner(part.memory, call, blocks, keeps_last=part is parts[-1])
             try:
                 for i, block in zip(part.blocks, blocks, strict=True):
                     running = i
@@ -218,11 +218,17 @@ class ReversibleSequence(nn.Module):
         result.aux_by_block, result.hidden = aux, states
         return result
 
+    def _runner(self, memory: Memory, call: Call | None, blocks: list[Block], *, keeps_last: bool) -> Runner:
+        if call is None or memory == "store":
+            return Plain(call, self.names)
+        steps = sum(len(block.steps) for block in blocks) - keeps_last
+        return ReverseTape(call, steps) if memory == "reverse" else CheckpointTape(call, steps)
+
     def _relearn(self) -> None:
         """Python's or NumPy's generator moved, and no branch was known to use it: watch all in the next call."""
         for block in self._blocks():
-            for wire in block.wires:
-                watch_closely(wire.step)
+            for step in block.each_step():
+                watch_closely(step)
         warnings.warn(
             "Python's or NumPy's global random generator was drawn from during a call of a ReversibleSequence, where "
             "its branches had not done so before. If a branch drew from it now, the draw was not recorded and this "
@@ -286,7 +292,7 @@ class ReversibleSequence(nn.Module):
         given = frozenset(context)
         if given in self._checked:
             return
-        steps = [(i, wire.step) for i, block in enumerate(self._blocks()) for wire in block.wires]
+        steps = [(i, step) for i, block in enumerate(self._blocks()) for step in block.each_step()]
         taken = frozenset().union(*(step.takes.names() for _, step in steps))
         if given - taken and not any(step.takes.everything for _, step in steps):
             listing = "; ".join(f"block {i} {step.name}: {step.takes}" for i, step in steps)
@@ -302,7 +308,7 @@ class ReversibleSequence(nn.Module):
     def _check_masks(self, context: Mapping[str, Any], streams: Streams) -> None:
         """Masks cover the leading dimensions of their streams; a wrong one would broadcast, or fail far inside."""
         for i, block in enumerate(self._blocks() if context else ()):
-            for step in (wire.step for wire in block.wires if wire.step.masks):
+            for step in (step for step in block.each_step() if step.masks):
                 names = dict(step.takes.pairs)
                 for parameter, stream in step.masks.items():
                     mask = context.get(names[parameter])
@@ -325,13 +331,6 @@ class ReversibleSequence(nn.Module):
         modes = dict.fromkeys(self._plan.memory)
         memory = next(iter(modes)) if len(modes) == 1 else list(self._plan.memory)
         return f"split={self.split!r}, merge={self.merge!r}, dim={self.dim}, memory={memory!r}"
-
-
-def _runner(memory: Memory, call: Call | None, blocks: list[Block], *, keeps_last: bool) -> Runner:
-    if call is None or memory == "store":
-        return Plain(call)
-    steps = sum(len(block.wires) for block in blocks) - keeps_last
-    return ReverseTape(call, steps) if memory == "reverse" else CheckpointTape(call, steps)
 
 
 def _check_blocks(blocks: list[Any]) -> None:

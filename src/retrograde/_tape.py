@@ -10,16 +10,17 @@ NOTE [Rules of the tape]
     nested stacks and m(m(x)) are independent.
  2. The last streams and the context are kept as autograd keeps any tensor, by a node that saves
     them: an edit in place is detected, and hooks of an outer tape or checkpoint apply to them.
- 3. Rebuilding walks back from the nearest known state: the streams rebuilt last in this
-    backward pass, or the last streams. So a loss on an intermediate output works.
+ 3. Rebuilding walks from the nearest known state: the streams rebuilt last, or the last
+    streams. So a loss on an intermediate output works, and so do partial backward passes.
  4. A rebuilt tensor is handed over when autograd asks for it, and the rest of a step's are
-    dropped before the step before it is rebuilt. The last streams are dropped once no handle
-    of a later step is alive. Peak memory is the streams, their gradients and one branch's graph.
+    dropped before the step before it is rebuilt. The last streams are dropped when a backward
+    pass that does not keep the graph has left them; a step that is asked for after that is
+    reached by running forward. Peak memory is the streams, their gradients and one branch's graph.
  5. The last step of a call keeps its graph: the peak holds one step's graph anyway.
- 6. A replay that saves other tensors than the first run did is an error.
+ 6. A replay that saves other tensors than the first run did (in number, shape or dtype) is an error.
  7. Without grad mode there is no tape.
- 8. No reference cycle: kept tensors are detached, a handle holds a ticket that refers to
-    nothing, and what a step saved is forgotten when its forward ends, even by an exception.
+ 8. No reference cycle: kept tensors are detached, a handle is two numbers, and what a step
+    saved is forgotten when its forward ends, even by an exception.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -34,12 +36,14 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ._block import Block, Wire, advance, replaced
-from ._record import Call, Capture, Enough, Kept, Record, Stayed, Ticket, leaf, rerun
+from ._record import Call, Capture, Enough, Kept, Record, Stayed, leaf, rerun
 from ._replay import Habits, TakingTurns, edited_in_place
-from ._step import Step, StepError
+from ._step import Step, StepError, StreamName
 from ._streams import Streams
+from ._torch_private import keeps_graph
 
 Losses = tuple[Tensor, ...]
+_NO_HOOKS = nullcontext()
 
 
 class Plain:
@@ -48,16 +52,17 @@ class Plain:
     In a call with tapes it takes turns with other threads, whose draws it might disturb.
     """
 
-    def __init__(self, call: Call | None) -> None:
+    def __init__(self, call: Call | None, names: tuple[StreamName, ...]) -> None:
         self._call = call
+        self._names = names
 
     def run(self, block: Block, streams: Streams, context: Mapping[str, Any]) -> tuple[Streams, Losses]:
         if self._call is None:
-            result: tuple[Streams, Losses] = block(streams, context)
+            result: tuple[Streams, Losses] = block(streams, context, advance, self._names)
             return result
         self._call.ambient.look_for_unseen()
         with TakingTurns():
-            result = block(streams, context)
+            result = block(streams, context, advance, self._names)
         self._call.ambient.look_away()
         return result
 
@@ -87,7 +92,6 @@ class Tape:
         self._block: Block | None = None
         self._streams: Streams = ()
         self._current: Record | None = None
-        self._ticket = Ticket(-1)
         self._pending: list[Tensor] = []
 
     def run(self, block: Block, streams: Streams, context: Mapping[str, Any]) -> tuple[Streams, Losses]:
@@ -96,7 +100,7 @@ class Tape:
             self._open(streams)
         self._block = block
         self._streams = streams
-        result: tuple[Streams, Losses] = block(streams, context, self._advance)
+        result: tuple[Streams, Losses] = block(streams, context, self._advance, self.call.names)
         return result
 
     def close(self, streams: Streams) -> None:
@@ -128,13 +132,9 @@ class Tape:
             with TakingTurns():
                 streams, aux = advance(wire, streams, context)
         else:
-            streams, aux = self._record(Record(block, wire, streams, self._new_ticket()), streams, context)
+            streams, aux = self._record(Record(block, wire, streams), streams, context)
         self._streams = streams
         return streams, aux
-
-    def _new_ticket(self) -> Ticket:
-        self._ticket = Ticket(len(self.records))
-        return self._ticket
 
     def _record(self, record: Record, streams: Streams, context: Mapping[str, Any]) -> tuple[Streams, Tensor | None]:
         """Run one step for the first time, with handles in the place of what autograd saves."""
@@ -151,9 +151,7 @@ class Tape:
             after = step.combine(target, update)
             if not can_replay:
                 record.stayed = Stayed(pending, target, after)
-            if not habits.verified:
-                self._verify(step, target, update)
-                habits.verified = True
+            self._verify(step, habits, target, update)
         finally:
             replay.leave()
             self._current = None
@@ -161,8 +159,8 @@ class Tape:
         self.records.append(record)
         return replaced(streams, wire.target, after), aux
 
-    def _verify(self, step: Step, target: Tensor, update: Any) -> None:
-        """A look at a step that runs for the first time."""
+    def _verify(self, step: Step, habits: Habits, target: Tensor, update: Any) -> None:
+        """A look at what a step did."""
 
     def _pack(self, tensor: Tensor) -> tuple[Any, int]:
         record = self._current
@@ -173,33 +171,33 @@ class Tape:
         record.versions.append(tensor._version)
         record.shapes.append(tensor.shape)
         record.dtypes.append(tensor.dtype)
-        return self._ticket, len(pending) - 1
+        return len(self.records), len(pending) - 1
 
     def _unpack(self, handle: tuple[Any, int]) -> Tensor:
-        owner, position = handle
+        index, position = handle
         capture = self._serving
-        if capture is None or type(owner) is not Ticket or owner.index != capture.index:
-            return self._unpack_elsewhere(owner, position)
+        if capture is None or index != capture.index:
+            return self._unpack_elsewhere(index, position)
         tensor: Tensor | None = capture.tensors[position]
         if tensor is None:  # asked for twice: a node that reads its saved tensors again
-            return self._serve(owner.index, position, clings=True)
+            return self._serve(index, position, clings=True)
         if not capture.clings:
             capture.tensors[position] = None
         if tensor._version != capture.versions[position]:
             raise edited_in_place(f"a tensor of shape {tuple(tensor.shape)} inside a branch")
         return tensor
 
-    def _unpack_elsewhere(self, owner: Any, position: int) -> Tensor:
+    def _unpack_elsewhere(self, index: Any, position: int) -> Tensor:
         """Serve a tensor of another step than the last one served."""
         tensor: Tensor
-        if type(owner) is not Ticket:
-            tensor, expected = owner, position
-        elif self._current is not None and owner is self._ticket:  # the branch differentiates inside its own forward
+        if isinstance(index, Tensor):
+            tensor, expected = index, position
+        elif self._current is not None and index == len(self.records):  # a branch that differentiates in its forward
             tensor, expected = self._pending[position], self._current.versions[position]
-        elif (stayed := self.records[owner.index].stayed) is not None:
-            tensor, expected = stayed.tensors[position], self.records[owner.index].versions[position]
+        elif (stayed := self.records[index].stayed) is not None:
+            tensor, expected = stayed.tensors[position], self.records[index].versions[position]
         else:
-            return self._serve(owner.index, position, clings=False)
+            return self._serve(index, position, clings=False)
         if tensor._version != expected:
             raise edited_in_place(f"a tensor of shape {tuple(tensor.shape)} inside a branch")
         return tensor
@@ -218,6 +216,33 @@ class Tape:
             if not capture.clings:
                 capture.tensors[position] = None
             return tensor
+
+    def _redo(self, record: Record, streams: Streams, capture: Capture | None) -> Streams:
+        """Run one step forward again, and return the streams after it."""
+        if record.stayed is not None:
+            after = record.stayed.after
+        else:
+            after = self._combine_again(record, streams, capture)
+        streams = replaced(streams, record.wire.target, after)
+        return record.block.reorder(streams) if record.wire.ends_block else streams
+
+    def _combine_again(self, record: Record, streams: Streams, capture: Capture | None) -> Tensor:
+        target = record.wire.target
+        start = record.start(streams)
+        before = leaf(streams[target], record.requires[target])
+        result: list[Tensor] = []
+
+        def combine(update: Any) -> None:
+            with _NO_HOOKS if capture is None else saved_tensors_hooks(capture.pack, capture.unpack):
+                result.append(record.wire.step.coupling.combine(before, update))
+
+        try:
+            rerun(record, start, self.call, capture, combine)
+        except Enough:
+            result.append(before)  # of no use: nothing comes after the last step
+        if capture is not None:
+            capture.check((*start, before))
+        return result[0].detach()
 
     def _rebuild(self, index: int) -> None:
         """Fill in what a step saved."""
@@ -238,80 +263,52 @@ class CheckpointTape(Tape):
         filled: dict[int, Capture] = {}
         last = max(i for i, record in enumerate(self.records) if record.versions)
         for i, record in enumerate(self.records[: last + 1]):
-            if record.stayed is not None:
-                streams = replaced(streams, record.wire.target, record.stayed.after)
-            else:
-                filled[i] = Capture(i, record, stops_at=len(record.versions) if i == last else -1)
-                streams = self._redo(record, streams, filled[i])
-            streams = record.block.reorder(streams) if record.ends_block() else streams
+            filled[i] = Capture(i, record, stops_at=len(record.versions) if i == last else -1)
+            streams = self._redo(record, streams, filled[i])
         self._filled = filled
-
-    def _redo(self, record: Record, streams: Streams, capture: Capture) -> Streams:
-        """Run one step forward again, and return the streams after it."""
-        target = record.wire.target
-        start = record.start(streams)
-        before = leaf(streams[target], record.requires[target])
-        result: list[Tensor] = []
-
-        def combine(update: Any) -> None:
-            with saved_tensors_hooks(capture.pack, capture.unpack):
-                result.append(record.wire.step.coupling.combine(before, update))
-
-        try:
-            rerun(record, start, self.call, capture, combine)
-        except Enough:
-            result.append(before)  # of no use: nothing comes after the last step
-        capture.check((*start, before))
-        return replaced(streams, target, result[0].detach())
 
 
 class ReverseTape(Tape):
     """Keeps the streams after its steps, and walks back by inverting them."""
 
-    _base: Kept | Streams = ()
-    _base_position: int = 0
-    _highest: int = -1
+    _end: Kept | None = None
     _state: Streams = ()
-    _position: int = -1
+    _position: int = -1  # the streams in _state are those before the step of this number
 
     def close(self, streams: Streams) -> None:
         if self._hooks is not None:
             self.leave()
-            self._base = Kept(tuple(s.detach() for s in streams))
-            self._base_position = len(self.records)
-            self._highest = len(self.records) - 1
+            self._end = Kept(tuple(s.detach() for s in streams))
 
-    def _verify(self, step: Step, target: Tensor, update: Any) -> None:
-        if not type(step.coupling).__module__.startswith("retrograde."):
-            step.check_inverse(target, update)
+    def _verify(self, step: Step, habits: Habits, target: Tensor, update: Any) -> None:
+        if not habits.verified:
+            if not type(step.coupling).__module__.startswith("retrograde."):
+                step.check_inverse(target, update)
+            habits.verified = True
 
     def _rebuild(self, index: int) -> None:
-        if index == self._position:  # its input is known: run it once more
-            self._fill(index)
-            return
-        if self._position < index:
-            self._state = self._base.tensors() if isinstance(self._base, Kept) else self._base
-            self._position = self._base_position
+        if self._position < index and self._end is not None:
+            self._state, self._position = self._end.tensors(), len(self.records)
+        if not keeps_graph():  # rule 4; should a later step be asked for all the same, the way up to it is below
+            self._end = None
+        while self._position < index:
+            self._state = self._redo(self.records[self._position], self._state, None)
+            self._position += 1
         while self._position > index + 1:
             self._undo(None)
-        if self._latest_alive(index) <= index:  # rule 4: nobody will ask for a later state again
-            self._base, self._base_position = self._state, self._position
         capture = Capture(index, self.records[index])
-        self._undo(capture)
+        if self._position == index:  # its input is known: run it once more
+            self._redo(self.records[index], self._state, capture)
+        else:
+            self._undo(capture)
         self._filled[index] = capture
-
-    def _latest_alive(self, index: int) -> int:
-        """The last step, from `index` on, of which autograd still holds a handle."""
-        while self._highest > index and self.records[self._highest].ticket() is None:
-            self._highest -= 1
-        return self._highest
 
     def _undo(self, capture: Capture | None) -> None:
         """Move the known state from after a step to before it."""
         index = self._position - 1
         record = self.records[index]
         target, coupling = record.wire.target, record.wire.step.coupling
-        state = record.block.restore_order(self._state) if record.ends_block() else self._state
+        state = record.block.restore_order(self._state) if record.wire.ends_block else self._state
         if record.stayed is not None:
             self._state, self._position = replaced(state, target, record.stayed.before), index
             return
@@ -325,27 +322,13 @@ class ReverseTape(Tape):
                 before = _laid_out(record.stride, before)
             result.append(before)
             if capture is not None and record.branch_saves < len(record.versions):
-                _capture_coupling(record, capture, before, update)
+                with saved_tensors_hooks(capture.pack, capture.unpack):  # for what the coupling saves
+                    coupling.combine(leaf(before, record.requires[target]), update)
 
         rerun(record, start, self.call, capture, separate)
         if capture is not None:
             capture.check((*start, *result))
         self._state, self._position = replaced(state, target, result[0]), index
-
-    def _fill(self, index: int) -> None:
-        """Run the step at the present position once more, for what it saves."""
-        record = self.records[index]
-        start, before = record.start(self._state), self._state[record.wire.target]
-        capture = Capture(index, record)
-        rerun(record, start, self.call, capture, lambda update: _capture_coupling(record, capture, before, update))
-        capture.check((*start, before))
-        self._filled[index] = capture
-
-
-def _capture_coupling(record: Record, capture: Capture, before: Tensor, update: Any) -> None:
-    """Run the coupling again for what it saves."""
-    with saved_tensors_hooks(capture.pack, capture.unpack):
-        record.wire.step.coupling.combine(leaf(before, record.requires[record.wire.target]), update)
 
 
 def _laid_out(stride: tuple[int, ...], tensor: Tensor) -> Tensor:

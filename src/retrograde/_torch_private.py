@@ -44,6 +44,11 @@ def outside_function_transforms() -> Iterator[None]:
             torch._C._vmapmode_increment_nesting()
 
 
+def keeps_graph() -> bool:
+    """Whether the backward pass under way keeps its graph for another one; True if none is under way."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def version(tensor: Tensor | None) -> int:
     """The counter that autograd raises with every in-place edit; constant for inference tensors and for None."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version

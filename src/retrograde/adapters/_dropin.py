@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -74,10 +74,26 @@ class PublishedBlock(Block):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if isinstance(value, nn.Module):
-            for wire in self.__dict__.get("wires", ()):
-                branch = wire.step.branch
-                if isinstance(branch, Branch) and branch.letter == name:
-                    branch.module = value
+            for step in self.each_step():
+                if isinstance(step.branch, Branch) and step.branch.letter == name:
+                    step.branch.module = value
+
+
+class PlainBlock(nn.Module):
+    """The published irreversible twin of a block: plain autograd, on a tensor that holds both streams along `dim`."""
+
+    dim: int
+
+    def __init__(self, f: nn.Module, g: nn.Module) -> None:
+        super().__init__()
+        self.f = f
+        self.g = g
+
+    def forward(self, x: Tensor, f_args: Mapping[str, Any], g_args: Mapping[str, Any]) -> Tensor:
+        first, second = torch.chunk(x, 2, dim=self.dim)
+        first = first + self.f(second, **f_args)
+        second = second + self.g(first, **g_args)
+        return torch.cat([first, second], dim=self.dim)
 
 
 class LayerDroppingSequence(ReversibleSequence):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from retrograde._sequence import ReversibleSequence as EngineSequence
 from retrograde._step import Step
-from ._dropin import Branch, PublishedBlock, branches_of, named
+
+from ._dropin import Branch, PlainBlock, PublishedBlock, branches_of, named
 from ._dropin import Deterministic as Deterministic
 from ._routes import by_route
 
@@ -18,8 +19,8 @@ CHANNELS = 1
 
 
 class _AxialBranch(Branch):
-    def __call__(self, x: Tensor, *, kwargs: dict[str, Any]) -> Any:
-        return self.module(self.seen(x), **kwargs)
+    def __call__(self, x: Tensor, *, kwargs: dict[str, Any] | None = None) -> Any:
+        return self.module(self.seen(x), **(kwargs or {}))
 
 
 class ReversibleBlock(PublishedBlock):
@@ -34,19 +35,10 @@ class ReversibleBlock(PublishedBlock):
         )
 
 
-class IrreversibleBlock(nn.Module):
+class IrreversibleBlock(PlainBlock):
     """The plain twin, on a tensor that holds both streams."""
 
-    def __init__(self, f: nn.Module, g: nn.Module) -> None:
-        super().__init__()
-        self.f = f
-        self.g = g
-
-    def forward(self, x: Tensor, f_args: Mapping[str, Any], g_args: Mapping[str, Any]) -> Tensor:
-        first, second = torch.chunk(x, 2, dim=CHANNELS)
-        first = first + self.f(second, **f_args)
-        second = second + self.g(first, **g_args)
-        return torch.cat([first, second], dim=CHANNELS)
+    dim = CHANNELS
 
 
 class ReversibleSequence(EngineSequence):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from retrograde._sequence import ReversibleSequence as EngineSequence
 from retrograde._step import Step
+
 from ._dropin import Branch, PublishedBlock, branches_of, named
 from ._dropin import Deterministic as Deterministic
 from ._notes import Notes

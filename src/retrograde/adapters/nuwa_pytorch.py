@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from retrograde._sequence import ReversibleSequence as EngineSequence
 from retrograde._step import Step
+
 from ._dropin import Branch, PublishedBlock, branches_of, named
 from ._dropin import Deterministic as Deterministic
 from ._routes import Routes, check_routes, chosen, names_for, routed
@@ -20,8 +21,8 @@ class _NuwaBranch(Branch):
         super().__init__(letter, dim)
         self.names = tuple(names)
 
-    def __call__(self, x: Tensor, *, kwargs: dict[str, Any]) -> Any:
-        return self.module(self.seen(x), **chosen(self.names, kwargs))
+    def __call__(self, x: Tensor, *, kwargs: dict[str, Any] | None = None) -> Any:
+        return self.module(self.seen(x), **chosen(self.names, kwargs or {}))
 
 
 class ReversibleBlock(PublishedBlock):

@@ -2,109 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from retrograde._sequence import ReversibleSequence as EngineSequence
 from retrograde._step import Step
-from ._dropin import Branch, PublishedBlock, branches_of, inside, named
+
+from ._dropin import Branch, PublishedBlock, branches_of, inside, named, second_half
 from ._dropin import Deterministic as Deterministic
 
 VIDEO, VIDEO_MEMORY, AUDIO, AUDIO_MEMORY = range(4)
-Modality = Literal["video", "audio"]
 Lengths = tuple[int, int]
 
 
+class Wiring(NamedTuple):
+    """One step: its branch, the streams it updates and reads, and its arguments by their names in the call."""
+
+    letter: str
+    target: int
+    sources: tuple[int, ...]
+    takes: dict[str, str]
+    whole: tuple[int, ...] = ()
+    """Sources that the published code reads from a tensor of their own, not from half of a doubled one."""
+
+
 class _ModalBranch(Branch):
-    """A branch that reads the memory stream of its own modality first, and perhaps a second source.
+    """A branch that reads one or two streams. In the first block they lie in one tensor, video before audio."""
 
-    Args:
-        own: the modality of the first source.
-        takes: the branch's arguments, by their names in the call.
-        reads: for each source the modality of the doubled tensor that it is half of, or None.
-        first: whether the block is the first, where both modalities share one tensor.
-    """
-
-    def __init__(self, letter: str, takes: Mapping[str, str], reads: Sequence[Modality | None], *, first: bool) -> None:
-        super().__init__(letter)
-        self.takes = dict(takes)
-        self.reads = tuple(reads)
+    def __init__(self, wiring: Wiring, *, first: bool) -> None:
+        super().__init__(wiring.letter)
+        self.wiring = wiring
         self.first = first
 
     def __call__(self, *sources: Tensor, kwargs: dict[str, Any], lengths: Lengths) -> Any:
-        inputs = [self._laid_out(x, half, lengths) for x, half in zip(sources, self.reads, strict=True)]
-        return self.module(*inputs, **{parameter: kwargs[name] for parameter, name in self.takes.items()})
+        streams = zip(self.wiring.sources, sources, strict=True)
+        inputs = [x if stream in self.wiring.whole else self._half(x, stream, lengths) for stream, x in streams]
+        return self.module(*inputs, **{parameter: kwargs[name] for parameter, name in self.wiring.takes.items()})
 
-    def _laid_out(self, x: Tensor, half: Modality | None, lengths: Lengths) -> Tensor:
-        """As in `second_half`; the first block's halves lie in one tensor with both modalities, video before audio."""
-        if half is None:
-            return x
-        batch, length, width = x.shape
-        total, start = (sum(lengths), 0 if half == "video" else lengths[0]) if self.first else (length, 0)
-        room = torch.empty((batch, total, 2 * width), dtype=x.dtype, device=x.device)
-        return inside(room, x, (1, start), (2, width))
+    def _half(self, x: Tensor, stream: int, lengths: Lengths) -> Tensor:
+        if not self.first:
+            return second_half(x, 2)
+        batch, _, width = x.shape
+        room = torch.empty((batch, sum(lengths), 2 * width), dtype=x.dtype, device=x.device)
+        return inside(room, x, (1, 0 if stream == VIDEO_MEMORY else lengths[0]), (2, width))
 
 
 class _FourBranchBlock(PublishedBlock):
-    """Two branches for video, f and g, and two for audio, j and k."""
+    """Four branches, called (video attention, video feed-forward, audio attention, audio feed-forward) by callers."""
+
+    wirings: ClassVar[tuple[Wiring, ...]]
 
     def __init__(self, f: nn.Module, g: nn.Module, j: nn.Module, k: nn.Module, *, first: bool = False) -> None:
         nets = {"f": f, "g": g, "j": j, "k": k}
-        steps = [
-            Step(_ModalBranch(letter, takes, reads, first=first), target, sources, name=named(letter, nets[letter]))
-            for letter, target, sources, reads, takes in self.wiring()
-        ]
-        super().__init__(*steps, **nets)
-
-    @staticmethod
-    def wiring() -> list[tuple[str, int, tuple[int, ...], tuple[Modality | None, ...], dict[str, str]]]:
-        """For each step in order: its branch, target, sources, how they are read, and its arguments."""
-        raise NotImplementedError
+        super().__init__(
+            *(
+                Step(_ModalBranch(w, first=first), w.target, w.sources, name=named(w.letter, nets[w.letter]))
+                for w in self.wirings
+            ),
+            **nets,
+        )
 
 
 class ReversibleSelfAttnBlock(_FourBranchBlock):
     """Each modality attends to itself."""
 
-    @staticmethod
-    def wiring() -> list[tuple[str, int, tuple[int, ...], tuple[Modality | None, ...], dict[str, str]]]:
-        return [
-            ("f", VIDEO, (VIDEO_MEMORY,), ("video",), {}),
-            ("g", VIDEO_MEMORY, (VIDEO,), (None,), {}),
-            ("j", AUDIO, (AUDIO_MEMORY,), ("audio",), {}),
-            ("k", AUDIO_MEMORY, (AUDIO,), (None,), {}),
-        ]
+    wirings = (
+        Wiring("f", VIDEO, (VIDEO_MEMORY,), {}),
+        Wiring("g", VIDEO_MEMORY, (VIDEO,), {}, whole=(VIDEO,)),
+        Wiring("j", AUDIO, (AUDIO_MEMORY,), {}),
+        Wiring("k", AUDIO_MEMORY, (AUDIO,), {}, whole=(AUDIO,)),
+    )
+
+
+_CONTEXT = {"context": "context", "context_mask": "context_mask"}
 
 
 class ReversibleCrossAttnBlock(_FourBranchBlock):
     """Each modality attends to the context."""
 
-    @staticmethod
-    def wiring() -> list[tuple[str, int, tuple[int, ...], tuple[Modality | None, ...], dict[str, str]]]:
-        context = {"context": "context", "context_mask": "context_mask"}
-        return [
-            ("f", VIDEO, (VIDEO_MEMORY,), ("video",), {**context, "mask": "video_mask"}),
-            ("g", VIDEO_MEMORY, (VIDEO,), (None,), {}),
-            ("j", AUDIO, (AUDIO_MEMORY,), ("audio",), {**context, "mask": "audio_mask"}),
-            ("k", AUDIO_MEMORY, (AUDIO,), (None,), {}),
-        ]
+    wirings = (
+        Wiring("f", VIDEO, (VIDEO_MEMORY,), {**_CONTEXT, "mask": "video_mask"}),
+        Wiring("g", VIDEO_MEMORY, (VIDEO,), {}, whole=(VIDEO,)),
+        Wiring("j", AUDIO, (AUDIO_MEMORY,), {**_CONTEXT, "mask": "audio_mask"}),
+        Wiring("k", AUDIO_MEMORY, (AUDIO,), {}, whole=(AUDIO,)),
+    )
 
 
 class ReversibleCrossModalityAttnBlock(_FourBranchBlock):
     """The modalities attend to each other. As published, k runs on video and g on audio."""
 
-    @staticmethod
-    def wiring() -> list[tuple[str, int, tuple[int, ...], tuple[Modality | None, ...], dict[str, str]]]:
-        to_audio = {"mask": "video_mask", "context_mask": "audio_mask"}
-        to_video = {"mask": "audio_mask", "context_mask": "video_mask"}
-        return [
-            ("f", VIDEO, (VIDEO_MEMORY, AUDIO_MEMORY), ("video", "audio"), to_audio),
-            ("k", VIDEO_MEMORY, (VIDEO,), (None,), {}),
-            ("j", AUDIO, (AUDIO_MEMORY, VIDEO_MEMORY), ("audio", None), to_video),
-            ("g", AUDIO_MEMORY, (AUDIO,), (None,), {}),
-        ]
+    wirings = (
+        Wiring("f", VIDEO, (VIDEO_MEMORY, AUDIO_MEMORY), {"mask": "video_mask", "context_mask": "audio_mask"}),
+        Wiring("k", VIDEO_MEMORY, (VIDEO,), {}, whole=(VIDEO,)),
+        Wiring(
+            "j",
+            AUDIO,
+            (AUDIO_MEMORY, VIDEO_MEMORY),
+            {"mask": "audio_mask", "context_mask": "video_mask"},
+            whole=(VIDEO_MEMORY,),
+        ),
+        Wiring("g", AUDIO_MEMORY, (AUDIO,), {}, whole=(AUDIO,)),
+    )
 
 
 BLOCKS: dict[str, type[_FourBranchBlock]] = {

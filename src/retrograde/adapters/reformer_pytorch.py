@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from retrograde._step import Step
-from ._dropin import Branch, LayerDroppingSequence, PublishedBlock, branches_of, named
+
+from ._dropin import Branch, LayerDroppingSequence, PlainBlock, PublishedBlock, branches_of, named
 from ._dropin import Deterministic as Deterministic
 from ._notes import Notes
 from ._routes import by_route
@@ -48,19 +49,10 @@ def _takes(letter: str) -> dict[str, str]:
     return {"kwargs": letter, "signals": "signals", "notes": "notes"}
 
 
-class IrreversibleBlock(nn.Module):
+class IrreversibleBlock(PlainBlock):
     """The plain twin, on a tensor that holds both streams."""
 
-    def __init__(self, f: nn.Module, g: nn.Module) -> None:
-        super().__init__()
-        self.f = f
-        self.g = g
-
-    def forward(self, x: Tensor, f_args: Mapping[str, Any], g_args: Mapping[str, Any]) -> Tensor:
-        first, second = torch.chunk(x, 2, dim=FEATURES)
-        first = first + self.f(second, **f_args)
-        second = second + self.g(first, **g_args)
-        return torch.cat([first, second], dim=FEATURES)
+    dim = FEATURES
 
 
 class ReversibleSequence(LayerDroppingSequence):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from retrograde._step import Step
+
 from ._dropin import Branch, LayerDroppingSequence, PublishedBlock, branches_of, named
 from ._dropin import Deterministic as Deterministic
 from ._notes import Notes

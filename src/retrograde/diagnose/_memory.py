@@ -6,8 +6,8 @@ NOTE [What the tracker sees]
     (weights, inputs, data) and never counts, whatever view of it is made.
  2. Operators of the backward pass are seen if `backward` is called while the tracker is on, the
     replays of a tape and the nodes written in C++ among them. Other threads' operators are not.
- 3. Memory that a kernel takes and gives back before it returns is not seen, nor what generators
-    and compiled code take. `torch.profiler` with `profile_memory=True` sees these.
+ 3. Memory that a kernel takes and gives back before it returns is not seen, nor what generators,
+    compiled code and plain numbers (8 bytes each) take. `torch.profiler` sees all of these.
  4. Under any dispatch mode autograd adds two gradients of one tensor out of place, where it
     would else add into the first: a peak at such a sum is over by the size of that gradient.
 """

@@ -1,0 +1,233 @@
+"""A branch may change its buffers: each is updated once a step, and the replay sees what the first run saw."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import retrograde as rg
+from stacks import (
+    MEMORIES,
+    agree,
+    all_close,
+    memory_of,
+    sample,
+    twins,
+)
+
+every_memory = pytest.mark.parametrize("memory", MEMORIES)
+
+
+def loss_of(y: Tensor) -> Tensor:
+    return (y.sin() * y).sum()
+
+
+def train(model: Any, steps: int = 3) -> list[Any]:
+    """A few steps of training: outputs and gradients of the input, with the gradients of parameters added up."""
+    seen: list[Any] = []
+    for step in range(steps):
+        x = sample(5, 6, seed=step)
+        y = model(x)
+        loss_of(y).backward()
+        seen += [y, x.grad]
+    return seen
+
+
+class Normed(nn.Module):
+    """Batch normalisation inside a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6, bias=False).double(), nn.BatchNorm1d(6).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(self.linear(x)))
+
+
+@every_memory
+def test_batch_norm_counts_each_step_once_and_keeps_plain_statistics(memory: str) -> None:
+    stack, reference = twins(Normed, memory=memory)
+    agree(stack, reference, train)
+    assert {int(m.num_batches_tracked) for m in stack.modules() if isinstance(m, nn.BatchNorm1d)} == {3}
+
+
+@every_memory
+def test_batch_norm_in_eval_mode_and_back_is_that_of_plain_autograd(memory: str) -> None:
+    def scenario(model: Any) -> Any:
+        seen = train(model, 1)
+        seen += train(model.eval(), 2)
+        return seen + train(model.train(), 2)
+
+    agree(*twins(Normed, memory=memory), scenario)
+
+
+@every_memory
+def test_batch_norm_whose_momentum_is_raised_later_updates_once_a_step(memory: str) -> None:
+    """At momentum 0 its statistics were seen to stay as they are, and torch does not count this edit as one."""
+
+    def scenario(model: Any) -> Any:
+        seen = []
+        for momentum in (0.0, 0.0, 0.3, 0.3, None):
+            for m in model.modules():
+                if isinstance(m, nn.BatchNorm1d):
+                    m.momentum = momentum
+            seen += train(model, 1)
+        return seen
+
+    agree(*twins(Normed, memory=memory), scenario)
+
+
+@every_memory
+def test_two_calls_before_the_backward_update_batch_norm_twice(memory: str) -> None:
+    def scenario(model: Any) -> Any:
+        x, z = sample(4, 6), sample(4, 6, seed=2)
+        y = model(x) * model(z)
+        loss_of(y).backward()
+        return y, x.grad, z.grad
+
+    agree(*twins(Normed, memory=memory), scenario)
+
+
+class Means(nn.Module):
+    """Moves a buffer towards its input, then uses it: the value after the update enters the output."""
+
+    how = "edit"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6).double()
+        self.register_buffer("means", torch.ones(6).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.how == "edit":
+                self.means.mul_(0.5).add_(x.mean(0), alpha=0.5)
+            elif self.how == "reassign":
+                self.means = 0.5 * self.means + 0.5 * x.mean(0)
+        return torch.tanh(self.linear(x) * self.means) + self.means
+
+
+@every_memory
+@pytest.mark.parametrize("how", ["edit", "reassign"])
+def test_a_buffer_changed_and_used_in_one_forward_is_replayed_from_its_old_value(memory: str, how: str) -> None:
+    def build() -> Means:
+        branch = Means()
+        branch.how = how
+        return branch
+
+    agree(*twins(build, memory=memory), train)
+
+
+@every_memory
+@pytest.mark.parametrize("how", ["edit", "reassign"])
+def test_a_buffer_that_starts_to_change_at_the_third_call_is_replayed(memory: str, how: str) -> None:
+    def scenario(model: Any) -> Any:
+        branches = [m for m in model.modules() if isinstance(m, Means)]
+        seen = []
+        for step in range(5):
+            for branch in branches:
+                branch.how = how if step in (2, 4) else "leave"
+            seen += train(model, 1)
+        return seen
+
+    agree(*twins(Means, memory=memory), scenario)
+
+
+@every_memory
+def test_a_buffer_that_starts_to_change_in_a_midpoint_block_is_replayed(memory: str) -> None:
+    """The block reorders its streams, and the step cannot be run again: its tensors stay."""
+    found = []
+    for build in ("retrograde", "plain"):
+        torch.manual_seed(0)
+        branches = [Means() for _ in range(4)]
+        stack = rg.ReversibleSequence([rg.midpoint(f) for f in branches], merge=None, memory=memory_of(memory, 4))
+        seen = []
+        for how in ("leave", "leave", "edit", "edit"):
+            for branch in branches:
+                branch.how = how
+            x, z = sample(4, 6), sample(4, 6, seed=2)
+            a, b = x, z
+            if build == "retrograde":
+                a, b = stack((x, z))
+            else:
+                for f in branches:
+                    a, b = b, a + 2 * f(b)
+            loss_of(a - 2 * b).backward()
+            seen += [a, b, x.grad, z.grad]
+        found.append(seen + [p.grad for f in branches for p in f.parameters()] + [f.means for f in branches])
+    all_close(*found)
+
+
+@every_memory
+def test_a_buffer_that_two_modules_of_a_branch_share_stays_shared_in_the_replay(memory: str) -> None:
+    class Reader(nn.Module):
+        def __init__(self, means: Tensor) -> None:
+            super().__init__()
+            self.register_buffer("means", means)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.means).sin()
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.writer = Means()
+            self.reader = Reader(self.writer.means)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.writer(x) + self.reader(x)
+
+    agree(*twins(Shared, memory=memory), train)
+
+
+@every_memory
+def test_a_buffer_that_is_none_until_the_first_forward_is_replayed(memory: str) -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6).double()
+            self.register_buffer("centre", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.centre is None:
+                self.centre = x.detach().mean(0)
+                return self.linear(x)
+            return torch.tanh(self.linear(x - self.centre))
+
+    agree(*twins(Lazy, memory=memory), train)
+
+
+@every_memory
+def test_a_parameter_that_the_first_forward_initialises_from_its_data_trains(memory: str) -> None:
+    """As the activation normalisation of flows does."""
+
+    class Initialised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(6).double())
+            self.register_buffer("ready", torch.tensor(False))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.ready:
+                with torch.no_grad():
+                    self.scale.copy_(1 / (x.std(0) + 0.1))
+                    self.ready.fill_(True)
+            return (x * self.scale).sin()
+
+    agree(*twins(Initialised, memory=memory), train)
+
+
+@every_memory
+@pytest.mark.parametrize("norm", ["spectral_norm", "weight_norm", "orthogonal"])
+def test_parametrizations_are_those_of_plain_autograd(memory: str, norm: str) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(getattr(parametrizations, norm)(nn.Linear(6, 6).double()), nn.Tanh())
+
+    def scenario(model: Any) -> Any:
+        return train(model) + train(model.eval(), 1) + train(model.train(), 1)
+
+    agree(*twins(build, memory=memory), scenario)
