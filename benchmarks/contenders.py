@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from models import Pairs
 from torch import Tensor, nn
 
 import retrograde as rg
+from models import Pairs
 
 Run = Callable[[Tensor], Tensor]
 

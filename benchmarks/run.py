@@ -20,9 +20,10 @@ from pathlib import Path
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # bf16 products are illegal instructions on some CPUs
 
 import torch
+from torch import Tensor
+
 from contenders import CONTENDERS, Run
 from models import SETTINGS, Setting
-from torch import Tensor
 
 BASELINE = "plain"
 Ratios = dict[str, tuple[float, float, float]]

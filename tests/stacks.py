@@ -163,6 +163,7 @@ def assert_close(got: Any, expected: Any, tolerance: float = TIGHT, name: str = 
         return
     assert isinstance(got, Tensor), f"{name}: {got!r} for a tensor"
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype), f"{name}: {got.shape} for {expected.shape}"
+    assert got.requires_grad == expected.requires_grad, f"{name}: requires_grad={got.requires_grad}"
     if not expected.numel():
         return
     if not expected.is_floating_point():

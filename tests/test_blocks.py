@@ -38,7 +38,7 @@ def compare(
         found.append((*out, *torch.autograd.grad(loss_of(out), [*streams, *parameters])))
     all_close(*found)
     if all(block.invertible for block in blocks):
-        streams = tuple(sample(*shape, seed=i) for i, shape in enumerate(shapes))
+        streams = tuple(sample(*shape, seed=i, grad=False) for i, shape in enumerate(shapes))
         with torch.no_grad():
             all_close(stack.inverse(stack.run(streams)), streams)
 
@@ -229,6 +229,42 @@ def test_three_streams_may_rotate(memory: str) -> None:
 
     blocks = [rg.Block(rg.Step(Between(f), 0, [1, 2]), order=(1, 2, 0)) for f in fs]
     compare(blocks, reference, memory_of(memory, 4), (4, 6), (4, 6), (4, 6), modules=fs)
+
+
+class Weighed(Mlp):
+    """Returns a loss that hangs on its parameters alone."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), self.inner(x.detach()).cos().sum()
+
+
+@every_memory
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 2, 0)])
+def test_losses_of_single_blocks_may_be_differentiated_in_any_order_before_the_output(
+    memory: str, order: tuple[int, ...]
+) -> None:
+    """Each frees its own part of the graph; the streams of a later block are reached from those of an earlier one."""
+    fs = [Weighed() for _ in range(4)]
+    blocks = [rg.Block(rg.Step(f, 0, [1], aux="loss"), order=(1, 0)) for f in fs]
+    stack = rg.ReversibleSequence(blocks, merge=None, memory=memory_of(memory, 4))
+    found = []
+    for build in ("retrograde", "plain"):
+        for f in fs:
+            f.zero_grad()
+        x, z = sample(4, 6), sample(4, 6, seed=2)
+        a, b, losses = x, z, {}
+        if build == "retrograde":
+            outputs = stack.run((x, z))
+            (a, b), losses = outputs, {i: loss for i, (loss,) in outputs.aux_by_block.items()}
+        else:
+            for i, f in enumerate(fs):
+                update, losses[i] = f(b)
+                a, b = b, a + update
+        for i in order:
+            losses[i].backward()
+        loss_of((a, b)).backward()
+        found.append([x.grad, z.grad, *(p.grad.clone() for f in fs for p in f.parameters())])
+    all_close(*found)
 
 
 class Between(nn.Module):

@@ -28,3 +28,10 @@ def test_every_python_block_runs(document: Path) -> None:
 def test_the_readme_has_examples_and_none_is_hidden_from_this_test() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(python_blocks(text)) == len(re.findall(r"^\s*(?:```|~~~)\s*py", text, re.MULTILINE)) > 0
+
+
+def test_every_test_file_that_the_readme_names_exists() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"test_\w+\.py", text))
+    assert named
+    assert not {name for name in named if not (ROOT / "tests" / name).is_file()}

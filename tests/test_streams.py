@@ -99,6 +99,26 @@ class Strided(nn.Module):
         return torch.tanh(self.inner(x))
 
 
+class Transposing:
+    """An additive coupling whose two ways leave the stream in different memory layouts."""
+
+    def combine(self, target: Tensor, update: Tensor) -> Tensor:
+        return (target + update).t().contiguous().t()
+
+    def separate(self, combined: Tensor, update: Tensor) -> Tensor:
+        return (combined - update).contiguous()
+
+
+@every_memory
+def test_a_branch_reads_a_rebuilt_stream_in_the_memory_layout_of_its_first_run(memory: str) -> None:
+    branches = [Strided(nn.Linear(6, 6).double()) for _ in range(6)]
+    blocks = [rg.two_stream(f, g, coupling=Transposing()) for f, g in zip(branches[::2], branches[1::2], strict=True)]
+    loss_of((rg.ReversibleSequence(blocks, memory=memory_of(memory, 3))(sample(4, 6)),)).backward()
+    strides = [branch.strides for branch in branches]
+    assert len({stride for seen in strides for stride in seen}) == 2
+    assert all(len(set(seen)) == 1 for seen in strides)
+
+
 @every_memory
 def test_hidden_states_are_the_streams_after_their_blocks(memory: str) -> None:
     pairs = [(Mlp(), Mlp()) for _ in range(4)]

@@ -52,7 +52,7 @@ class Habits:
         self.draws = True
         self.draws_rare = True
         self.edits = True
-        self.steady: set[tuple[int, str, bool]] = set()
+        self.steady: set[tuple[int, str]] = set()
         self.verified = False
 
 
@@ -134,7 +134,9 @@ class Replay:
         self.tensors = survey.tensors
         self.versions = versions(survey.tensors)
         self.requires = [t.requires_grad for t in survey.tensors]
-        self.buffers = [(s, n, s[n], version(s[n]), flag) for s, n, flag in survey.buffers] if survey.buffers else []
+        self.buffers = (
+            [(s, n, s[n], version(s[n]), silent) for s, n, silent in survey.buffers] if survey.buffers else []
+        )
         self.changed: list[tuple[dict[str, Any], str, Tensor | None]] = []
         self.introduced: list[Tensor | None] = []
         self.random: list[tuple[Any, Any, Any]] = []
@@ -147,12 +149,13 @@ class Replay:
             self._locked = True
             ambient.states = ambient.read()
             if self.buffers:  # as they are now that no other thread is inside such a branch
-                self.buffers = [(s, n, s[n], version(s[n]), flag) for s, n, _, _, flag in self.buffers]
+                self.buffers = [(s, n, s[n], version(s[n]), silent) for s, n, _, _, silent in self.buffers]
         if self.buffers:
             steady = habits.steady
             copies: dict[int, Tensor | None] = {}  # a buffer that two modules share is copied once
             self._olds = [
-                value if (id(s), n, flag) in steady else _copied(value, copies) for s, n, value, _, flag in self.buffers
+                value if (id(s), n) in steady and not silent else _copied(value, copies)
+                for s, n, value, _, silent in self.buffers
             ]
         if habits.draws_rare or self._owned:
             watched = self._owned
@@ -196,11 +199,11 @@ class Replay:
         """Sort the buffers into those that the first run left as they were and those that it changed."""
         known = True
         same, changed = [], []
-        for (slots, name, value, before, training), old in zip(self.buffers, self._olds, strict=True):
-            key = (id(slots), name, training)
-            edited = version(value) != before or (old is not value and not _equal(old, value))  # batch norm hides edits
+        for (slots, name, value, before, silent), old in zip(self.buffers, self._olds, strict=True):
+            key = (id(slots), name)
+            edited = version(value) != before or (old is not value and not _equal(old, value))
             if slots.get(name) is value and not edited:
-                same.append((slots, name, value, before, training))
+                same.append((slots, name, value, before, silent))
                 habits.steady.add(key)
                 continue
             known = known and (old is not value or not edited)

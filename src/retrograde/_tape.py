@@ -40,7 +40,7 @@ from ._record import Call, Capture, Enough, Kept, Record, Stayed, leaf, rerun
 from ._replay import Habits, TakingTurns, edited_in_place
 from ._step import Step, StepError, StreamName
 from ._streams import Streams
-from ._torch_private import keeps_graph
+from ._torch_private import has_forward_hooks, keeps_graph, set_grad_enabled
 
 Losses = tuple[Tensor, ...]
 _NO_HOOKS = nullcontext()
@@ -123,7 +123,7 @@ class Tape:
         block = self._block
         assert block is not None
         if streams is not self._streams:
-            _check_untouched(self._streams, streams, wire)
+            _check_untouched(self._streams, streams, f"before {wire.step.name}")
         if len(self.records) == self.steps:
             if self._hooks is not None:
                 self.close(streams)
@@ -219,10 +219,7 @@ class Tape:
 
     def _redo(self, record: Record, streams: Streams, capture: Capture | None) -> Streams:
         """Run one step forward again, and return the streams after it."""
-        if record.stayed is not None:
-            after = record.stayed.after
-        else:
-            after = self._combine_again(record, streams, capture)
+        after = record.stayed.after if record.stayed else self._combine_again(record, streams, capture)
         streams = replaced(streams, record.wire.target, after)
         return record.block.reorder(streams) if record.wire.ends_block else streams
 
@@ -275,6 +272,12 @@ class ReverseTape(Tape):
     _state: Streams = ()
     _position: int = -1  # the streams in _state are those before the step of this number
 
+    def run(self, block: Block, streams: Streams, context: Mapping[str, Any]) -> tuple[Streams, Losses]:
+        streams, losses = super().run(block, streams, context)
+        if self._hooks is not None and has_forward_hooks(block):
+            _check_untouched(block.reorder(self._streams), streams, f"after the block [{block.describe()}]")
+        return streams, losses
+
     def close(self, streams: Streams) -> None:
         if self._hooks is not None:
             self.leave()
@@ -316,8 +319,11 @@ class ReverseTape(Tape):
         result: list[Tensor] = []
 
         def separate(update: Any) -> None:
-            with torch.no_grad():
+            set_grad_enabled(False)
+            try:
                 before = coupling.separate(state[target], update)
+            finally:
+                set_grad_enabled(True)
             if before.stride() != record.stride:
                 before = _laid_out(record.stride, before)
             result.append(before)
@@ -357,19 +363,19 @@ def watch_closely(step: Step) -> None:
         habits.draws_rare = True
 
 
-def _check_untouched(expected: Streams, given: Streams, wire: Wire) -> None:
+def _check_untouched(expected: Streams, given: Streams, where: str) -> None:
     """Between two steps nothing may change a stream, or the inverse would not know of it."""
     for i, (before, now) in enumerate(zip(expected, given, strict=True)):
         if now is before:
             continue
         if now.dtype != before.dtype:
             raise StepError(
-                f"Stream {i} came to {wire.step.name} as {now.dtype}, but left the block before it as {before.dtype}. "
-                "Something between the blocks casts it, which no inverse can undo. Under FSDP2 use "
-                "MixedPrecisionPolicy(cast_forward_inputs=False) for blocks; branches may cast what they read."
+                f"Stream {i} was turned from {before.dtype} into {now.dtype} {where}, which no inverse can undo. "
+                "Under FSDP2 use MixedPrecisionPolicy(cast_forward_inputs=False) for blocks; branches may cast what they "
+                "read."
             )
         if now.shape != before.shape or now.data_ptr() != before.data_ptr():
             raise StepError(
-                f"Stream {i} was exchanged before {wire.step.name} ran, perhaps by a forward hook on a block. The "
-                "inverse cannot know of it: make the change a step, or give the block memory='store'."
+                f"Stream {i} was exchanged {where}, perhaps by a forward hook on a block. The inverse cannot know of "
+                "it: make the change a step, or give the block memory='store'."
             )

@@ -63,6 +63,9 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
 
 Place = tuple[dict[str, Any], str]
 
+_SILENT = ("running_mean", "running_var")
+"""Buffers that batch normalisation edits in training without raising their version."""
+
 
 class Survey:
     """Every module below some roots, with the places of its submodules, parameters and buffers, as they are now.
@@ -79,7 +82,7 @@ class Survey:
         places: list[Place] = []
         held: list[Any] = []
         tensors: list[Tensor] = []
-        buffers: list[tuple[dict[str, Any], str, bool]] = []
+        buffers: list[tuple[dict[str, Any], str, bool]] = []  # the flag: may be edited without a new version
         training: list[bool] = []
         for module in modules:  # the list grows as it is walked
             parts = module.__dict__
@@ -98,7 +101,7 @@ class Survey:
                         places.append((slots, name))
                         held.append(parameter)
             if slots := parts["_buffers"]:
-                buffers.extend([(slots, name, flag) for name in slots])
+                buffers.extend([(slots, name, flag and name in _SILENT) for name in slots])
         self.places = places
         self.held = held
         self.tensors = tensors

@@ -10,7 +10,8 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -90,15 +91,91 @@ class Twins:
         with fresh(package), retrograde.adapters.install(package):
             self.ours = importlib.import_module(package)
 
-    def models(self, make: Callable[[Any], nn.Module], *, seed: int = 0) -> tuple[nn.Module, nn.Module]:
-        """The same model from both, in float64, with the same weights: a published checkpoint loaded strictly."""
-        with contextlib.redirect_stdout(io.StringIO()):
-            torch.manual_seed(seed)
-            theirs = make(self.published).double()
-            ours = make(self.ours).double()
-        assert list(theirs.state_dict()) == list(ours.state_dict()), "keys, in their order"
-        ours.load_state_dict(theirs.state_dict(), strict=True)
-        return theirs, ours
+    def trio(self, make: Callable[[Any], nn.Module], *, dtype: torch.dtype = torch.float64) -> Trio:
+        """The same model three times, with the same weights."""
+        with contextlib.redirect_stdout(io.StringIO()):  # one of them prints a warning
+            torch.manual_seed(0)
+            models = [make(package).to(dtype) for package in (self.published, self.ours, self.ours)]
+        trio = Trio(*models)
+        for sequence in sequences(trio.plain):
+            sequence.memory = "store"
+        assert list(trio.theirs.state_dict()) == list(trio.ours.state_dict()), "keys, in their order"
+        trio.ours.load_state_dict(trio.theirs.state_dict(), strict=True)
+        return trio
+
+
+@dataclass
+class Trio:
+    """A model as published, on retrograde, and in plain autograd: on retrograde with every activation stored."""
+
+    theirs: nn.Module
+    ours: nn.Module
+    plain: nn.Module
+
+    def sync(self) -> None:
+        """Give all three the weights and buffers of ours."""
+        for model in (self.theirs, self.plain):
+            model.load_state_dict(self.ours.state_dict(), strict=True)
+
+    def train(self, mode: bool = True) -> Trio:
+        for model in (self.theirs, self.ours, self.plain):
+            model.train(mode)
+        return self
+
+
+Loss = Callable[[Any], Tensor]
+
+
+class Outcome(NamedTuple):
+    """What one backward pass gave: the loss, and the gradients or what was raised instead."""
+
+    loss: Tensor | None
+    grads: dict[str, Tensor]
+    error: str = ""
+
+
+def run(model: nn.Module, loss: Loss, *, seed: int = 7) -> Outcome:
+    """Differentiate a loss; errors of the published code are a result, too."""
+    model.zero_grad()
+    torch.manual_seed(seed)
+    value = None
+    try:
+        value = loss(model)
+        value.backward()
+    except (RuntimeError, TypeError, KeyError) as error:
+        return Outcome(None if value is None else value.detach(), {}, f"{type(error).__name__}: {error}")
+    return Outcome(value.detach(), gradients(model))
+
+
+def compare(trio: Trio, loss: Loss, *, seed: int = 7) -> Outcome:
+    """One step of all three from the same weights. Ours must be right; what theirs was is returned.
+
+    Right: the bits of the published forward pass, and the gradients of plain autograd.
+    """
+    trio.sync()
+    theirs = run(trio.theirs, loss, seed=seed)
+    ours = run(trio.ours, loss, seed=seed)
+    plain = run(trio.plain, loss, seed=seed)
+    assert not ours.error, ours.error
+    assert not plain.error, plain.error
+    assert ours.loss is not None
+    assert plain.loss is not None
+    assert torch.equal(ours.loss, plain.loss)
+    if theirs.loss is not None:
+        assert torch.equal(ours.loss, theirs.loss), "forward bits"
+    error = distance(ours.grads, plain.grads)
+    assert error <= TIGHT, f"relative gradient error {error:.3g}"
+    return theirs._replace(grads={"error": torch.tensor(distance(theirs.grads, plain.grads))})
+
+
+def train(trio: Trio, loss: Loss, *, steps: int = 3) -> list[Outcome]:
+    """A few steps of training, each from the weights that retrograde has reached."""
+    optimiser = torch.optim.SGD(trio.ours.parameters(), lr=0.05)
+    outcomes = []
+    for step in range(steps):
+        outcomes.append(compare(trio, loss, seed=step))
+        optimiser.step()
+    return outcomes
 
 
 def sequences(model: nn.Module) -> list[Any]:
@@ -106,28 +183,6 @@ def sequences(model: nn.Module) -> list[Any]:
     found = [m for m in model.modules() if isinstance(m, retrograde.ReversibleSequence)]
     assert found, "the model does not run on retrograde"
     return found
-
-
-@contextlib.contextmanager
-def stored(model: nn.Module) -> Iterator[nn.Module]:
-    """The model in plain autograd: the same arithmetic, with every activation kept."""
-    plans = [(s, s.memory) for s in sequences(model)]
-    for sequence, _ in plans:
-        sequence.memory = "store"
-    try:
-        yield model
-    finally:
-        for sequence, plan in plans:
-            sequence.memory = plan
-
-
-def run(model: nn.Module, loss: Callable[[nn.Module], Tensor], *, seed: int = 7) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and the gradients of all parameters that have one."""
-    model.zero_grad()
-    torch.manual_seed(seed)
-    value = loss(model)
-    value.backward()
-    return value.detach(), gradients(model)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
