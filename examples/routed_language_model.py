@@ -110,7 +110,7 @@ class Corpus:
 
 def train(corpus: Corpus, options: Options, balance: float) -> RoutedModel:
     torch.manual_seed(options.seed)
-    model = RoutedModel(len(corpus.characters), DEPTH, "reverse")
+    model = RoutedModel(len(corpus.characters), 2 if options.small else DEPTH, "reverse")
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 3e-3, total_steps=options.steps + 1)
     generator = torch.Generator().manual_seed(options.seed + 1)
@@ -151,9 +151,9 @@ def sample(model: RoutedModel, corpus: Corpus, length: int) -> str:
 
 
 def main() -> None:
-    options = read_options(__doc__, steps=350)
+    options = read_options(__doc__, steps=300)
     corpus = Corpus()
-    print(f"{len(corpus.numbers):,} characters, {DEPTH} blocks of width {WIDTH} with {EXPERTS} experts each.")
+    print(f"{len(corpus.numbers):,} characters of text; blocks of width {WIDTH} with {EXPERTS} experts each.")
     unseen = corpus.batch(4 if options.small else 64, torch.Generator().manual_seed(2), "unseen")
     for balance in (0.0, BALANCE):
         print(f"\nTraining with {balance:g} times the auxiliary loss:")
@@ -163,7 +163,7 @@ def main() -> None:
     print("  | " + sample(model, corpus, 40 if options.small else 300).replace("\n", "\n  | "))
     print_memory(
         lambda depth, memory: RoutedModel(len(corpus.characters), depth, memory),
-        lambda model: model.loss(unseen[:16], BALANCE)[0],
+        lambda model: model.loss(unseen[:BATCH], BALANCE)[0],
         depths=(2, 8) if options.small else (4, 16),
     )
 

@@ -28,7 +28,7 @@ def read_options(description: str | None, *, steps: int, small_steps: int = 8) -
     parser.add_argument("--seed", type=int, default=0, help="of all random numbers (default: 0)")
     given = parser.parse_args()
     torch.manual_seed(given.seed)
-    torch.set_num_threads(min(2, torch.get_num_threads()))  # the matrices are small: more would wait for each other
+    torch.set_num_threads(1)  # the matrices are small: on a busy machine, threads would wait for each other
     return Options(given.small, given.steps or (small_steps if given.small else steps), given.seed)
 
 
@@ -64,4 +64,4 @@ def run(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("\nStopped.")
         sys.exit(130)  # as a shell reports an interrupt
-    print(f"\n{time.perf_counter() - start:.0f} s in all, torch {torch.__version__}, {torch.get_num_threads()} threads.")
+    print(f"\n{time.perf_counter() - start:.0f} s in all, torch {torch.__version__}, one thread.")

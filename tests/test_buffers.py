@@ -108,11 +108,18 @@ class Means(nn.Module):
                 self.means.mul_(0.5).add_(x.mean(0), alpha=0.5)
             elif self.how == "reassign":
                 self.means = 0.5 * self.means + 0.5 * x.mean(0)
+            elif self.how == "edit through .data":
+                self.means.data.mul_(0.5).add_(x.mean(0), alpha=0.5)
+            elif self.how == "batch_norm":
+                torch.nn.functional.batch_norm(x, self.means, torch.ones(6).double(), training=True)
         return torch.tanh(self.linear(x) * self.means) + self.means
 
 
+HOW = ("edit", "reassign", "edit through .data", "batch_norm")  # the last two raise no version counter
+
+
 @every_memory
-@pytest.mark.parametrize("how", ["edit", "reassign"])
+@pytest.mark.parametrize("how", HOW)
 def test_a_buffer_changed_and_used_in_one_forward_is_replayed_from_its_old_value(memory: str, how: str) -> None:
     def build() -> Means:
         branch = Means()
@@ -123,7 +130,7 @@ def test_a_buffer_changed_and_used_in_one_forward_is_replayed_from_its_old_value
 
 
 @every_memory
-@pytest.mark.parametrize("how", ["edit", "reassign"])
+@pytest.mark.parametrize("how", HOW)
 def test_a_buffer_that_starts_to_change_at_the_third_call_is_replayed(memory: str, how: str) -> None:
     def scenario(model: Any) -> Any:
         branches = [m for m in model.modules() if isinstance(m, Means)]

@@ -4,11 +4,11 @@ A program is any stack that the library allows: streams of different shapes, ste
 couplings, context routed by `takes`, orders, shared blocks, a memory plan with anchors, losses on hidden streams and on
 some of the outputs. The loop (`plain`) has nothing of retrograde's in it: it knows the couplings as formulas.
 
-Tolerances. Rebuilding a stream by inversion returns it up to rounding, and each step may amplify that error: by 1/0.8
-(Scaled), e^0.3 (Affine, limited), about e^0.5 (Affine) or 1 (Additive). Over the at most 30 steps of a program that is
-a factor of 1e3 for typical programs and 1e5 for the worst, on a rounding error of 1e-16 (float64) or 6e-8 (float32).
-Hence 1e-10 and 1e-3 for what crosses the inverse, a hundredth of which is what is seen; and as an inverse that is off by
-a thousandth must not pass, the test for that runs the comparison on one, in float64 and in float32.
+Tolerances. Inverting a step returns a stream up to rounding, and amplifies the error that it was given: by 1/0.8
+(Scaled) or e^0.3 (Affine, limited), and not at all (Additive). Over 1,500 programs of up to 40 steps the largest relative
+error of a gradient was 4e-15 in float64 and 8e-7 in float32, of an inverted stream 1.3e-14 and 1.3e-6. The limits are
+more than ten times that, and a fiftieth of a thousandth: an inverse that is off by a thousandth is seen. A test holds
+that for each coupling.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Program:
 
     @property
     def tolerance(self) -> float:
-        return 1e-10 if self.dtype == torch.float64 else 1e-3
+        return 1e-12 if self.dtype == torch.float64 else 2e-5
 
 
 class Branch(nn.Module):
@@ -197,9 +197,8 @@ def steps(draw: Any, shapes: list[Shape], kinds: Sequence[str], dropouts: Sequen
 
 @st.composite
 def blocks(draw: Any, shapes: list[Shape], kinds: Sequence[str], dropouts: Sequence[float]) -> BlockSpec:
-    before = list(shapes)
     found = draw(st.lists(st.deferred(lambda: steps(shapes, kinds, dropouts)), min_size=1, max_size=3))
-    if shapes == before and draw(st.integers(0, 3)) == 3:
+    if all(step.kind != "replace" for step in found) and draw(st.integers(0, 3)) == 3:
         found.append(found[0])
     order = draw(st.permutations(range(len(shapes)))) if len(shapes) > 1 and draw(st.booleans()) else None
     if order is not None:
@@ -209,7 +208,7 @@ def blocks(draw: Any, shapes: list[Shape], kinds: Sequence[str], dropouts: Seque
 
 @st.composite
 def programs(draw: Any, *, invertible: bool = False, dropouts: Sequence[float] = (0.0, 0.0, 0.3)) -> Program:
-    count = draw(st.integers(2 if invertible else 1, 4))
+    count = draw(st.sampled_from([2, 2, 3, 3, 4, 4] if invertible else [2, 2, 3, 3, 4, 1]))
     alike = draw(st.booleans())
     first = draw(st.sampled_from(SHAPES))
     shapes = [first if alike else draw(st.sampled_from(SHAPES)) for _ in range(count)]

@@ -255,7 +255,7 @@ class Counting(nn.Module):
         if self.does == "more":
             for _ in range(self.runs):
                 h = h.sin()
-            h = h.cos()
+            h = (2 * h).cos()
         elif self.does == "fewer":
             for _ in range(3 - self.runs):
                 h = h.sin()

@@ -107,8 +107,8 @@ class Block(nn.Module):
         if self.order is not None and len(names) != len(self.order):
             raise ValueError(f"A block that reorders {len(self.order)} streams cannot be used among {len(names)}.")
         return tuple(
-            Wire(step, names.index(step.target), tuple(names.index(s) for s in step.sources), step is steps[-1])
-            for step in steps
+            Wire(step, names.index(step.target), tuple(names.index(s) for s in step.sources), i == len(steps) - 1)
+            for i, step in enumerate(steps)
         )
 
     def forward(
@@ -173,7 +173,7 @@ def two_stream(
     *,
     coupling: SupportsCoupling | None = None,
     takes: TakesArgument | Mapping[str, TakesArgument] = None,
-    aux: Sequence[Literal["f", "g"]] = (),
+    aux: Literal["f", "g"] | Sequence[Literal["f", "g"]] = (),
 ) -> Block:
     """The block of RevNet and Reformer: `0 += f(1)`, then `1 += g(0)`.
 

@@ -46,14 +46,15 @@ def is_replaying() -> bool:
 class Habits:
     """What was learned of a branch in one training mode; it saves work and never decides a result."""
 
-    __slots__ = ("draws", "draws_rare", "edits", "steady", "verified")
+    __slots__ = ("draws", "draws_rare", "edits", "repeats", "steady", "verified")
 
     def __init__(self) -> None:
         self.draws = True
         self.draws_rare = True
         self.edits = True
         self.steady: set[tuple[int, str]] = set()
-        self.verified = False
+        self.repeats = False  # a replay that ran to its end saved what the first run did
+        self.verified = False  # the coupling's inverse was checked
 
 
 class Ambient:

@@ -260,8 +260,11 @@ class CheckpointTape(Tape):
         filled: dict[int, Capture] = {}
         last = max(i for i, record in enumerate(self.records) if record.versions)
         for i, record in enumerate(self.records[: last + 1]):
-            filled[i] = Capture(i, record, stops_at=len(record.versions) if i == last else -1)
+            habits = habits_of(record.wire.step, record.replay.training)
+            stops = i == last and habits.repeats  # but not before the branch was seen to do the same to its end
+            filled[i] = Capture(i, record, stops_at=len(record.versions) if stops else -1)
             streams = self._redo(record, streams, filled[i])
+            habits.repeats = True
         self._filled = filled
 
 
@@ -370,9 +373,8 @@ def _check_untouched(expected: Streams, given: Streams, where: str) -> None:
             continue
         if now.dtype != before.dtype:
             raise StepError(
-                f"Stream {i} was turned from {before.dtype} into {now.dtype} {where}, which no inverse can undo. "
-                "Under FSDP2 use MixedPrecisionPolicy(cast_forward_inputs=False) for blocks; branches may cast what they "
-                "read."
+                f"Stream {i} was turned from {before.dtype} into {now.dtype} {where}, which no inverse can undo. Under "
+                "FSDP2 use MixedPrecisionPolicy(cast_forward_inputs=False) for blocks; branches may cast as they like."
             )
         if now.shape != before.shape or now.data_ptr() != before.data_ptr():
             raise StepError(

@@ -63,8 +63,15 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
 
 Place = tuple[dict[str, Any], str]
 
-_SILENT = ("running_mean", "running_var")
-"""Buffers that batch normalisation edits in training without raising their version."""
+
+def _may_hide_edits(name: str, buffer: Tensor | None) -> bool:
+    """Whether an edit may leave the version as it is: batch normalisation edits its statistics so, and `.data` does.
+
+    Statistics are small, whatever their names; a large buffer is not worth a copy in every call.
+    """
+    if buffer is None or not buffer.is_floating_point():
+        return False
+    return buffer.numel() <= 4096 or name in ("running_mean", "running_var")
 
 
 class Survey:
@@ -101,7 +108,7 @@ class Survey:
                         places.append((slots, name))
                         held.append(parameter)
             if slots := parts["_buffers"]:
-                buffers.extend([(slots, name, flag and name in _SILENT) for name in slots])
+                buffers.extend([(slots, name, flag and _may_hide_edits(name, slots[name])) for name in slots])
         self.places = places
         self.held = held
         self.tensors = tensors

@@ -13,36 +13,74 @@ from torch import Tensor, nn
 
 
 def routing_lm(package: Any, dropout: float = 0.0, **options: Any) -> nn.Module:
-    settings = dict(
-        num_tokens=64, dim=32, depth=3, max_seq_len=64, heads=4, dim_head=8, window_size=16,
-        local_attn_window_size=16, causal=True, reversible=True, _register_kmeans_update=False,
-        ff_dropout=dropout, attn_dropout=dropout, attn_layer_dropout=dropout,
-    )  # fmt: skip
+    settings = {
+        "num_tokens": 64,
+        "dim": 32,
+        "depth": 3,
+        "max_seq_len": 64,
+        "heads": 4,
+        "dim_head": 8,
+        "window_size": 16,
+        "local_attn_window_size": 16,
+        "causal": True,
+        "reversible": True,
+        "_register_kmeans_update": False,
+        "ff_dropout": dropout,
+        "attn_dropout": dropout,
+        "attn_layer_dropout": dropout,
+    }
     return wake(package.RoutingTransformerLM(**{**settings, **options}))
 
 
 def routing_encoder_decoder(package: Any, dropout: float = 0.0, **options: Any) -> nn.Module:
-    each = dict(num_tokens=64, depth=2, max_seq_len=64, heads=4, dim_head=8, window_size=16, reversible=True)
-    each |= dict(ff_dropout=dropout, attn_dropout=dropout)
+    each = {
+        "num_tokens": 80,
+        "depth": 2,
+        "max_seq_len": 64,
+        "heads": 4,
+        "dim_head": 8,
+        "window_size": 16,
+        "reversible": True,
+    }
+    each |= {"ff_dropout": dropout, "attn_dropout": dropout}
     settings = {f"{side}_{key}": value for side in ("enc", "dec") for key, value in each.items()}
     return package.RoutingTransformerEncDec(dim=32, **{**settings, **options})
 
 
 def reformer_lm(package: Any, dropout: float = 0.0, **options: Any) -> nn.Module:
-    settings = dict(
-        num_tokens=64, dim=32, depth=3, max_seq_len=64, heads=4, dim_head=8, bucket_size=8, n_hashes=2, ff_chunks=2,
-        causal=True, lsh_dropout=dropout, ff_dropout=dropout,
-    )  # fmt: skip
+    settings = {
+        "num_tokens": 64,
+        "dim": 32,
+        "depth": 3,
+        "max_seq_len": 64,
+        "heads": 4,
+        "dim_head": 8,
+        "bucket_size": 8,
+        "n_hashes": 2,
+        "ff_chunks": 2,
+        "causal": True,
+        "lsh_dropout": dropout,
+        "ff_dropout": dropout,
+    }
     return wake(package.ReformerLM(**{**settings, **options}))
 
 
 def axial_image(package: Any, dropout: float = 0.0, **options: Any) -> nn.Module:
-    settings = dict(dim=12, depth=2, heads=3, reversible=True, axial_pos_emb_shape=(6, 6))
+    settings = {"dim": 12, "depth": 2, "heads": 3, "reversible": True, "axial_pos_emb_shape": (6, 6)}
     return package.AxialImageTransformer(**{**settings, **options})
 
 
 def lie(package: Any, dropout: float = 0.0, **options: Any) -> nn.Module:
-    settings = dict(dim=16, num_tokens=10, depth=3, heads=2, dim_head=8, nbhd=6, liftsamples=2, reversible=True)
+    settings = {
+        "dim": 16,
+        "num_tokens": 10,
+        "depth": 3,
+        "heads": 2,
+        "dim_head": 8,
+        "nbhd": 6,
+        "liftsamples": 2,
+        "reversible": True,
+    }
     return package.LieTransformer(**{**settings, **options})
 
 
@@ -52,15 +90,30 @@ def lie_with_edges(package: Any, dropout: float = 0.0, **options: Any) -> nn.Mod
 
 def _vae(package: Any) -> nn.Module:
     return package.VQGanVAE(
-        dim=16, image_size=16, num_layers=2, vq_codebook_size=16, vq_codebook_dim=8, use_attn=False,
+        dim=16,
+        image_size=16,
+        num_layers=2,
+        vq_codebook_size=16,
+        vq_codebook_dim=8,
+        use_attn=False,
         use_vgg_and_gan=False,
-    )  # fmt: skip
+    )
 
 
-_TEXT_TO_VIDEO: dict[str, Any] = dict(
-    dim=16, max_video_frames=3, text_num_tokens=20, text_max_seq_len=6, text_enc_depth=2, text_enc_dim_head=4,
-    text_enc_heads=2, dec_depth=3, dec_dim_head=4, dec_heads=2, enc_reversible=True, dec_reversible=True,
-)  # fmt: skip
+_TEXT_TO_VIDEO: dict[str, Any] = {
+    "dim": 16,
+    "max_video_frames": 3,
+    "text_num_tokens": 20,
+    "text_max_seq_len": 6,
+    "text_enc_depth": 2,
+    "text_enc_dim_head": 4,
+    "text_enc_heads": 2,
+    "dec_depth": 3,
+    "dec_dim_head": 4,
+    "dec_heads": 2,
+    "enc_reversible": True,
+    "dec_reversible": True,
+}
 
 
 def nuwa(package: Any, dropout: float = 0.0, **options: Any) -> nn.Module:
@@ -69,11 +122,15 @@ def nuwa(package: Any, dropout: float = 0.0, **options: Any) -> nn.Module:
 
 
 def nuwa_video_audio(package: Any, dropout: float = 0.0, **options: Any) -> nn.Module:
-    settings = dict(
-        image_size=16, num_audio_tokens=12, num_audio_tokens_per_video_frame=2, cross_modality_attn_every=2,
-        attn_dropout=dropout, ff_dropout=dropout,
-        sparse_3dna_rel_pos_bias=False,  # theirs works for a batch of one alone
-    )  # fmt: skip
+    settings = {
+        "image_size": 16,
+        "num_audio_tokens": 12,
+        "num_audio_tokens_per_video_frame": 2,
+        "cross_modality_attn_every": 2,
+        "attn_dropout": dropout,
+        "ff_dropout": dropout,
+        "sparse_3dna_rel_pos_bias": False,  # theirs works for a batch of one alone
+    }
     return package.NUWAVideoAudio(vae=_vae(package), **{**_TEXT_TO_VIDEO, **settings, **options})
 
 
@@ -86,25 +143,36 @@ def wake(model: nn.Module) -> nn.Module:
     return model
 
 
-def _tokens(high: int, *shape: int) -> Tensor:
-    return torch.randint(1, high, shape, generator=torch.Generator().manual_seed(0))
+def _tokens(high: int, *shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(1, high, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
     return next(model.parameters()).dtype
 
 
-def language_loss(model: Any) -> Tensor:
+def language_loss(model: Any, seed: int = 0) -> Tensor:
     """Squared logits; with the auxiliary loss, if there is one, given some weight."""
-    out = model(_tokens(64, 2, 64))
+    out = model(_tokens(64, 2, 64, seed=seed))
     if isinstance(out, tuple):
         return out[0].square().mean() + 100 * out[1].sum()
     return out.square().mean()
 
 
-def translation_loss(model: Any) -> Tensor:
-    loss, aux = model(_tokens(64, 2, 64), _tokens(64, 2, 65), return_loss=True, enc_input_mask=torch.ones(2, 64).bool())
+def _distinct(high: int, batch: int, length: int) -> Tensor:
+    """No token twice. Equal tokens that have met no position yet are tied in k-means, and rounding unties them."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.stack([1 + torch.randperm(high - 1, generator=generator)[:length] for _ in range(batch)])
+
+
+def translation_loss(model: Any, make: Callable[..., Tensor] = _distinct) -> Tensor:
+    mask = torch.ones(2, 64).bool()
+    loss, aux = model(make(80, 2, 64), make(80, 2, 65), return_loss=True, enc_input_mask=mask)
     return (loss + aux).sum()
+
+
+def translation_loss_of_equal_tokens(model: Any) -> Tensor:
+    return translation_loss(model, _tokens)
 
 
 def image_loss(model: Any) -> Tensor:

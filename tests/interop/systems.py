@@ -52,8 +52,38 @@ class Spatial(Mix):
         return coords, mixed * mask[..., None], mask, edges
 
 
+class Spy(nn.Module):
+    """A linear branch that notes the arguments of each of its runs."""
+
+    def __init__(self, width: int = WIDTH, *, dim: int = -1) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width).double()
+        self.dim = dim
+        self.calls: list[dict[str, Any]] = []
+
+    def forward(self, x: Tensor, *others: Tensor, **kwargs: Any) -> Tensor:
+        self.calls.append(kwargs)
+        y: Tensor = self.linear(x.movedim(self.dim, -1)).movedim(-1, self.dim).tanh()
+        return y + sum(other.mean() for other in others)
+
+
+class WithLoss(Spy):
+    def forward(self, x: Tensor, *others: Tensor, **kwargs: Any) -> Any:
+        y = super().forward(x, *others, **kwargs)
+        return y, y.square().mean()
+
+
 def pairs(depth: int, count: int = 2, make: Callable[[], nn.Module] = Mix) -> nn.ModuleList:
     return nn.ModuleList([nn.ModuleList([make() for _ in range(count)]) for _ in range(depth)])
+
+
+def spies(depth: int, count: int = 2, make: Callable[[], nn.Module] = Spy) -> Any:
+    """As `pairs`, typed for looking into the branches."""
+    return pairs(depth, count, make)
+
+
+def streams(*shape: int) -> Tensor:
+    return torch.randn(*shape, WIDTH, dtype=torch.float64)
 
 
 def doubled(blocks: Any, x: Tensor, dim: int, kwargs: Sequence[dict[str, Any]] = ({}, {})) -> Tensor:
@@ -135,9 +165,12 @@ def reformer(depth: int) -> System:
 def lie(depth: int) -> System:
     blocks = pairs(depth, make=Spatial)
     module = lie_transformer_pytorch.ReversibleSequence(blocks)
-    mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+
+    def mask_of(x: Tensor) -> Tensor:
+        return torch.arange(x.shape[1]) < torch.tensor([[5], [3]])
 
     def plain(x: Tensor, coords: Tensor, edges: Tensor) -> list[Tensor]:
+        mask = mask_of(x)
         x = torch.cat((x, x), dim=-1)
         for f, g in blocks:
             x1, x2 = torch.chunk(x, 2, dim=2)
@@ -147,7 +180,7 @@ def lie(depth: int) -> System:
         return [sum(x.chunk(2, dim=-1)) * 0.5]
 
     inputs = {"x": torch.randn(2, 5, WIDTH), "coords": torch.randn(2, 5, 5, 6), "edges": torch.randn(2, 5, 5, 2)}
-    return System(module, blocks, inputs, lambda x, coords, edges: [module((coords, x, mask, edges))[1]], plain)
+    return System(module, blocks, inputs, lambda x, coords, edges: [module((coords, x, mask_of(x), edges))[1]], plain)
 
 
 def video_audio(depth: int) -> System:

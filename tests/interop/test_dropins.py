@@ -207,22 +207,23 @@ def test_functional_call_differentiates_the_parameters_it_was_given(name: str) -
         system.module.memory = memory
         torch.manual_seed(1)
         wrapper = Calls(system)
-        outputs = torch.func.functional_call(wrapper, {f"module.{k}": p for k, p in parameters.items()})
+        named = {f"module.{k}": p for k, p in parameters.items()}
+        outputs = torch.func.functional_call(wrapper, named, (), system.inputs)
         results.append(torch.autograd.grad(loss_of(outputs), list(parameters.values())))
     assert all(p.grad is None for p in system.module.parameters())
     assert_close(dict(enumerate(results[1])), dict(enumerate(results[0])))  # type: ignore[arg-type]
 
 
 class Calls(torch.nn.Module):
-    """A system as a module without arguments."""
+    """A system as a module."""
 
     def __init__(self, system: System) -> None:
         super().__init__()
         self.module = system.module
         self.system = (system,)
 
-    def forward(self) -> list[Tensor]:
-        return self.system[0].run(**self.system[0].inputs)
+    def forward(self, **inputs: Tensor) -> list[Tensor]:
+        return self.system[0].run(**inputs)
 
 
 def outputs_of(module: torch.nn.Module, system: System) -> list[Tensor]:
@@ -234,6 +235,28 @@ def outputs_of(module: torch.nn.Module, system: System) -> list[Tensor]:
         return system.run(**system.inputs)
     finally:
         system.module.forward = original  # type: ignore[method-assign]
+
+
+@systems
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own look at it
+def test_a_compiled_model_gives_the_gradients_that_it_gave_before(name: str) -> None:
+    system = make(name)
+    expected = differentiate(system, system.plain)
+    system.module.forward = torch.compile(system.module.forward, backend="aot_eager")
+    assert_close(differentiate(system, system.run), expected)
+    torch.compiler.reset()
+
+
+@systems
+def test_a_model_in_eval_mode_is_exported(name: str) -> None:
+    system = make(name)
+    calls = Calls(system).eval()
+    expected = calls(**system.inputs)
+    with torch.no_grad():
+        program = torch.export.export(calls, (), kwargs=system.inputs)
+    found = program.module()(**system.inputs)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
 @systems

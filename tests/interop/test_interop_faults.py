@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from published import Twins, compare, distance, run, train
+from published import Twins, compare, distance, run, sequences, train
 from torch import Tensor, nn
 
 from models import (
@@ -19,6 +19,7 @@ from models import (
     routing_encoder_decoder,
     routing_lm,
     translation_loss,
+    translation_loss_of_equal_tokens,
     video_audio_loss,
     video_loss,
 )
@@ -32,32 +33,34 @@ def means(model: nn.Module) -> list[Tensor]:
     return [value.clone() for name, value in model.state_dict().items() if name.endswith("kmeans.means")]
 
 
-@pytest.mark.parametrize("options", [{}, {"weight_tie": True}], ids=str)
+@pytest.mark.parametrize("weight_tie", [False, True])
+@pytest.mark.parametrize(("decay", "published_error"), [(0.999, 1e-6), (0.5, 0.3)])
 def test_the_kmeans_hook_moves_the_means_before_the_blocks_are_differentiated(
-    twins: Load, options: dict[str, Any]
+    twins: Load, weight_tie: bool, decay: float, published_error: float
 ) -> None:
     """Routing's hook is of the old kind, which runs when the last node of the module's forward does: first.
 
     The published replay then sees other means than its first run; ours sees those of its own.
     """
-    trio = twins("routing_transformer").trio(lambda p: routing_lm(p, _register_kmeans_update=True, **options))
-    outcomes = train(trio, language_loss)
-    assert all(o.grads["error"] > 1e-6 for o in outcomes)
-    if options:
-        assert max(float(o.grads["error"]) for o in outcomes) > 0.3
+    options = {"_register_kmeans_update": True, "kmeans_ema_decay": decay, "weight_tie": weight_tie}
+    outcomes = train(twins("routing_transformer").trio(lambda p: routing_lm(p, **options)), language_loss)
+    assert all(o.grads["error"] > published_error for o in outcomes)
 
 
 def test_the_kmeans_means_move_as_in_plain_autograd(twins: Load) -> None:
-    """k-means is never told that it runs in a replay: the published attention drops `_reverse` on the way to it."""
-    trio = twins("routing_transformer").trio(lambda p: routing_lm(p, _register_kmeans_update=True))
+    """k-means is never told that it runs in a replay: the published attention drops `_reverse` on the way to it.
+
+    Its means of the last batch, counted again in the replay, enter into the next one's. Ours leaves no trace.
+    """
+    options = {"_register_kmeans_update": True, "kmeans_ema_decay": 0.5}
+    trio = twins("routing_transformer").trio(lambda p: routing_lm(p, **options))
     for step in range(3):
         for model in (trio.theirs, trio.ours, trio.plain):
             torch.manual_seed(step)
-            model.zero_grad()
-            language_loss(model).backward()
+            language_loss(model, seed=step).backward()
     theirs, ours, plain = map(means, (trio.theirs, trio.ours, trio.plain))
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(theirs, plain, strict=True))
+    assert all((a - b).norm() > 0.01 * b.norm() for a, b in zip(theirs, plain, strict=True))
 
 
 @pytest.mark.parametrize("reversible", [True, False])
@@ -81,6 +84,29 @@ def test_the_kmeans_hook_of_the_encoder_decoder(twins: Load) -> None:
     assert trio.ours._backward_hooks
     outcomes = train(trio, translation_loss)
     assert all(o.grads["error"] > 1e-9 for o in outcomes)
+
+
+def test_rounding_unties_equal_tokens_unless_streams_are_kept(twins: Load) -> None:
+    """Equal tokens that met no position, as those before self-attention was dropped, are tied in routing's top-k.
+
+    A rebuilt stream differs in its last bits, and a tie may end another way: published and ours alike. With
+    memory="checkpoint" nothing is rebuilt by an inverse.
+    """
+    options = {"dropout": 0.1, "enc_layer_dropout": 0.3, "dec_layer_dropout": 0.3}
+    trio = twins("routing_transformer").trio(lambda p: routing_encoder_decoder(p, **options))
+    for model in (trio.theirs, trio.ours, trio.plain):
+        model._backward_hooks.clear()
+    errors: dict[str, list[float]] = {"reverse": [], "checkpoint": []}
+    for step in range(4):
+        plain = run(trio.plain, translation_loss_of_equal_tokens, seed=step)
+        for memory, found in errors.items():
+            trio.ours.load_state_dict(trio.theirs.state_dict())
+            for sequence in sequences(trio.ours):
+                sequence.memory = memory
+            found.append(distance(run(trio.ours, translation_loss_of_equal_tokens, seed=step).grads, plain.grads))
+        trio.plain.load_state_dict(trio.theirs.state_dict())
+    assert max(errors["checkpoint"]) == 0
+    assert max(errors["reverse"]) > 0.01
 
 
 @pytest.mark.parametrize(("make", "loss"), [(nuwa, video_loss), (nuwa_video_audio, video_audio_loss)])

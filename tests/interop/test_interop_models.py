@@ -6,6 +6,7 @@ retrograde the loss has the bits of the published forward pass, and every gradie
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -125,11 +126,12 @@ def test_nuwa_encoder_and_decoder(twins: Load, dropout: float) -> None:
 
 
 def test_nuwa_that_drops_its_condition(twins: Load) -> None:
-    """It edits the text's mask in place after the encoder ran: the published replay sees the edited one."""
+    """It edits the text's mask in place after the encoder ran. The published replay sees the edited mask, and is
+    right only as texts that are masked away get no gradient. Plain autograd would raise; ours keeps a copy.
+    """
     package = twins("nuwa_pytorch")
     with in_double(package):
-        outcomes = train(package.trio(nuwa), lambda m: video_loss(m, cond_dropout_prob=0.7))
-    assert max(float(o.grads["error"]) for o in outcomes) > 0.1
+        assert right(train(package.trio(nuwa), lambda m: video_loss(m, cond_dropout_prob=0.7)))
 
 
 @pytest.mark.parametrize("dropout", [0.0, DROP])
@@ -177,17 +179,16 @@ def test_reformer_lm_with_short_sequences_and_layer_dropout(twins: Load) -> None
 def test_forward_bits_in_float32_and_without_grad(twins: Load, name: str) -> None:
     model = MODELS[name]
     trio = twins(model.package).trio(lambda p: model.make(p, dropout=DROP), dtype=torch.float32)
+    start = copy.deepcopy(trio.ours.state_dict())
     for training in (True, False):
-        trio.train(training)
         losses = []
         for each in (trio.theirs, trio.ours):
-            trio.sync()
-            torch.manual_seed(1)
-            losses.append(model.loss(each))
-            trio.sync()
-            torch.manual_seed(1)
-            with torch.no_grad():
-                losses.append(model.loss(each))
+            for grad in (True, False):
+                each.load_state_dict(start, strict=True)
+                each.train(training)
+                torch.manual_seed(1)
+                with torch.set_grad_enabled(grad):
+                    losses.append(model.loss(each))
         assert all(torch.equal(loss, losses[0]) for loss in losses)
 
 

@@ -109,9 +109,9 @@ def test_autograd_grad_of_parameters(twins: Load, name: str) -> None:
         assert distance(*results) <= 1e-12
         torch.manual_seed(1)
         loss = model.loss(trio.theirs)
-        block = next(p for n, p in trio.theirs.named_parameters() if ".blocks." in n)
+        stack = next(m for m in trio.theirs.modules() if type(m).__name__.endswith("ReversibleSequence"))
         with pytest.raises(RuntimeError):
-            torch.autograd.grad(loss, block)
+            torch.autograd.grad(loss, list(stack.blocks.parameters()))
 
 
 WALKED = {
@@ -165,7 +165,7 @@ def test_forward_under_autocast_and_backward_outside_of_it(twins: Load, name: st
     else:
         assert theirs.loss is not None
         assert torch.equal(ours.loss, theirs.loss)
-        assert distance(theirs.grads, plain.grads) > 0.05
+        assert distance(theirs.grads, plain.grads) > 0.02
 
 
 def test_nuwa_under_autocast_is_stopped_by_its_own_attention(twins: Load) -> None:
