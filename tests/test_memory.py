@@ -274,6 +274,19 @@ def test_nothing_is_left_after_any_of_20_iterations(memory: str, dropout: float)
     assert seen == [(seen[0][0], 0)] * 20
 
 
+def one_gradient_after_another(loss: Tensor, x: Tensor) -> None:
+    torch.autograd.grad(loss, x, retain_graph=True)
+    loss.backward(retain_graph=True)
+    torch.autograd.grad(loss, x)
+
+
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+@pytest.mark.parametrize("step", [lambda loss, x: torch.autograd.grad(loss, x), one_gradient_after_another])
+def test_a_backward_pass_that_asks_for_some_of_the_saved_tensors_leaves_nothing(memory: str, step: Any) -> None:
+    seen = iterations(stack(4, memory), 5, step)
+    assert seen == [(seen[0][0], 0)] * 5
+
+
 def test_a_graph_that_is_dropped_without_a_backward_pass_leaves_nothing() -> None:
     seen = iterations(stack(4), 3, lambda loss, x: None)
     assert [left for _, left in seen] == [0, 0, 0]

@@ -35,3 +35,11 @@ def test_every_test_file_that_the_readme_names_exists() -> None:
     named = set(re.findall(r"test_\w+\.py", text))
     assert named
     assert not {name for name in named if not (ROOT / "tests" / name).is_file()}
+
+
+def test_every_test_that_the_documents_name_exists() -> None:
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    known = set(re.findall(r"^def (test_\w+)", sources, re.MULTILINE))
+    for document in DOCUMENTS:
+        named = set(re.findall(r"`(test_\w+)`", document.read_text(encoding="utf-8")))
+        assert named <= known, f"{document.name} names {sorted(named - known)}"

@@ -93,7 +93,7 @@ class Survey:
         training: list[bool] = []
         for module in modules:  # the list grows as it is walked
             parts = module.__dict__
-            flag = parts["training"]
+            flag = module.training  # a property of the modules that torch.compile makes
             training.append(flag)
             if slots := parts["_modules"]:
                 for name, inner in slots.items():

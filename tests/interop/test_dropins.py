@@ -238,7 +238,7 @@ def outputs_of(module: torch.nn.Module, system: System) -> list[Tensor]:
 
 
 @systems
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own look at it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks
 def test_a_compiled_model_gives_the_gradients_that_it_gave_before(name: str) -> None:
     system = make(name)
     expected = differentiate(system, system.plain)

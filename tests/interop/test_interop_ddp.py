@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import two_processes
 from published import missing, require
 
 from models import MODELS
@@ -18,31 +16,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed"),
 ]
 
-HERE = Path(__file__).resolve().parent
-
 
 def reports(names: list[str], which: str, store: Path) -> list[tuple[str, ...]]:
     """For each model, what each of two processes says of its gradients."""
-    search = [str(HERE), str(HERE.parents[1] / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in search if path)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "ddp_worker.py"), ",".join(names), which, str(rank), str(store)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=200) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), outputs
-    found = [out.strip().splitlines() for out, _ in outputs]
-    return list(zip(*found, strict=True))
+    return list(zip(*two_processes("ddp_worker.py", ",".join(names), which, store=store), strict=True))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from published import Outcome, Twins, compare, train
+from published import Outcome, Twins, compare, distance, run, train
 from torch import nn
 
 from models import (
@@ -173,6 +173,17 @@ def test_reformer_lm_with_short_sequences_and_layer_dropout(twins: Load) -> None
     trio = twins("reformer_pytorch").trio(lambda p: reformer_lm(p, reverse_thres=100, layer_dropout=0.4))
     outcomes = train(trio, language_loss)
     assert all(torch.isinf(o.grads["error"]) for o in outcomes)
+
+
+def test_reformer_recorder_sees_each_layer_once(twins: Load) -> None:
+    """It looks at the attention by a callback, and makes it compute more, until the forward pass is over."""
+    package = twins("reformer_pytorch")
+    trio = package.trio(reformer_lm, dtype=torch.float32)  # the recorded attention is float32, whatever the model is
+    plain = run(trio.plain, language_loss)
+    recorder = package.ours.Recorder(trio.ours)
+    found = run(trio.ours, lambda _: language_loss(recorder))
+    assert distance(found.grads, plain.grads) <= 1e-5
+    assert {k: len(v) for k, v in recorder.recordings.items()} == {0: 3}
 
 
 @pytest.mark.parametrize("name", MODELS)

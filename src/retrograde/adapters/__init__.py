@@ -41,6 +41,9 @@ NOTE [Where a drop-in differs]
  3. lie under autocast: the streams keep their dtype. The published sum is in place, in the dtype of the branch's
     result, so that its streams turn to bfloat16 in the first block, which no inverse can undo.
  4. The blocks in `blocks` are the engine's. Their own `forward` and `backward_pass` are not those published.
+ 5. As there, a stream that is rebuilt differs in its last bits from what it was, and where a branch chooses (routing's
+    clusters, tokens that are tied in its top-k) it may choose otherwise. `sequence.memory = "checkpoint"` rebuilds
+    nothing by an inverse, and is exact.
 """
 
 from ._install import Installation as Installation

@@ -31,11 +31,19 @@ class Notes:
     Args:
         moment: which state a replay sees, that before or that after the first run.
         buffers: whether buffers are copied too, for modules that write them through `.data`.
+        silent: attributes that are None in a replay: callbacks, which have seen the first run.
     """
 
-    def __init__(self, moment: Literal["before", "after"] = "before", *, buffers: bool = False) -> None:
+    def __init__(
+        self,
+        moment: Literal["before", "after"] = "before",
+        *,
+        buffers: bool = False,
+        silent: frozenset[str] = frozenset(),
+    ) -> None:
         self._moment = moment
         self._buffers = buffers
+        self._silent = silent
         self._states: dict[object, list[State]] = {}
 
     def replays(self, branch: object) -> bool:
@@ -59,7 +67,10 @@ class Notes:
 
     def _look(self, module: nn.Module) -> list[State]:
         inner = [m for m in module.modules() if not type(m).__module__.startswith("torch.")]
-        return [State(m, buffers=self._buffers) for m in inner]
+        states = [State(m, buffers=self._buffers) for m in inner]
+        for state in states:
+            state.attributes.update(dict.fromkeys(self._silent & state.attributes.keys()))
+        return states
 
 
 class State:
@@ -69,40 +80,45 @@ class State:
 
     def __init__(self, module: nn.Module, *, buffers: bool) -> None:
         self.module = module
-        self.attributes = _plain(module)
-        held = module._buffers.items() if buffers else ()
-        self.buffers = [(name, tensor, tensor.clone()) for name, tensor in held if tensor is not None]
+        self.attributes = {name: _cut(value) for name, value in _plain(module).items()}
+        held = module.named_buffers(recurse=False, remove_duplicate=False) if buffers else ()
+        self.buffers = [(name, tensor, tensor.clone()) for name, tensor in held]
 
     def put_back(self) -> None:
         """Make the module's attributes those of this state, and its buffers where they were changed unseen."""
-        self.restore_attributes()
+        _restore(vars(self.module), self.attributes)
         for name, tensor, copy in self.buffers:
-            if self.module._buffers.get(name) is tensor and not torch.equal(tensor, copy):
-                self.module._buffers[name] = copy.clone()
-
-    def restore_attributes(self) -> None:
-        slots = vars(self.module)
-        for name in _plain(self.module).keys() - self.attributes.keys():
-            del slots[name]
-        slots.update(self.attributes)
+            if getattr(self.module, name) is tensor and not torch.equal(tensor, copy):
+                setattr(self.module, name, copy.clone())
 
 
 @contextmanager
 def _forgotten(states: list[State]) -> Iterator[None]:
     """Modules as they were noted; afterwards they are as they were found."""
-    found = [State(state.module, buffers=False) for state in states]
-    buffers: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = [
-        (s.module._buffers, name, s.module._buffers[name]) for s in states for name, _, _ in s.buffers
-    ]
+    found = [(vars(state.module), _plain(state.module)) for state in states]
+    buffers = [(s.module, name, getattr(s.module, name)) for s in states for name, _, _ in s.buffers]
     for state in states:
         state.put_back()
     try:
         yield
     finally:
-        for slots, name, tensor in buffers:
-            slots[name] = tensor
-        for state in found:
-            state.restore_attributes()
+        for module, name, tensor in buffers:
+            setattr(module, name, tensor)
+        for attributes, plain in found:
+            _restore(attributes, plain)
+
+
+def _restore(attributes: dict[str, Any], plain: dict[str, Any]) -> None:
+    for name in attributes.keys() - plain.keys() - _OF_EVERY_MODULE:
+        del attributes[name]
+    attributes.update(plain)
+
+
+def _cut(value: Any) -> Any:
+    """A tensor without its graph: notes that held one would keep every call alive that came before."""
+    if isinstance(value, Tensor) and value.grad_fn is not None:
+        return value.detach().requires_grad_()
+    return value
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:

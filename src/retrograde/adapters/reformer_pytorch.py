@@ -16,6 +16,8 @@ from ._notes import Notes
 from ._routes import by_route
 
 FEATURES = 2
+CALLBACKS = frozenset({"callback"})
+"""By which reformer_pytorch.Recorder looks at the attention."""
 
 
 class _ReformerBranch(Branch):
@@ -84,7 +86,7 @@ class ReversibleSequence(LayerDroppingSequence):
             x,
             memory=None if reverses else "store",
             signals=self.send_signal and (reverses or drops),
-            notes=Notes("after"),
+            notes=Notes("after", silent=CALLBACKS),
             f=f,
             g=g,
         )
