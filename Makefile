@@ -38,21 +38,23 @@ format: $(READY)  ## let ruff rewrite the code in place
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-bench: $(READY)  ## run the benchmarks, if this checkout has them
-	@if [ -f benchmarks/run.py ]; then $(RUN) benchmarks/run.py $(ARGS); else echo "benchmarks/run.py does not exist yet."; fi
+bench: $(READY)  ## time retrograde beside its peers (minutes; writes benchmarks/results/)
+	$(RUN) -m pip install --quiet --no-deps --requirement requirements-bench.txt
+	$(RUN) benchmarks/run.py $(ARGS)
 
 clean:  ## remove the environment, caches and what the demo wrote
-	rm -rf $(VENV) demo-output build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo-output example-output build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The file is written last, so an interrupted set-up starts again and a finished one is used as it is.
 # A Python without ensurepip (Debian's, without python3-venv) cannot put pip into .venv: its own pip can.
 # --no-build-isolation: a build environment apart would not follow the constraints.
-$(READY): pyproject.toml constraints.txt Makefile
+$(READY): pyproject.toml constraints.txt requirements-interop.txt Makefile
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 10) and f"retrograde needs Python 3.10 or later; $(PYTHON) is {v}. Try make PYTHON=python3.11.")'
 	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(RUN) install pip; }
 	$(RUN) -m pip install --quiet --constraint constraints.txt torch==$(TORCH)
 	$(RUN) -m pip install --quiet --constraint constraints.txt hatchling editables
 	$(RUN) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(RUN) -m pip install --quiet --no-deps --requirement requirements-interop.txt
 	$(RUN) -c 'import torch; v = torch.__version__; assert v.split("+")[0] == "$(TORCH)", f"torch is {v}, not $(TORCH)"'
 	@touch $@

@@ -361,13 +361,18 @@ def differentiate(program: Program, tensors: Sequence[Tensor]) -> None:
         loss.backward()
 
 
-def gradients_at(program: Program, ends: Sequence[Tensor], state: Sequence[Tensor]) -> dict[str, Tensor | None]:
-    """Gradients of what comes after a hidden state for that state."""
-    loss, reached = loss_of(program, ends), [i for i, x in enumerate(state) if x.requires_grad]
-    if not loss.requires_grad or not reached:
-        return {}
-    gradients = torch.autograd.grad(loss, [state[i] for i in reached], allow_unused=True)
-    return {f"hidden stream {i}": gradient for i, gradient in zip(reached, gradients, strict=True)}
+def gradient_at(program: Program, ends: Sequence[Tensor], hidden: Mapping[int, Sequence[Tensor]]) -> Tensor | None:
+    """The gradient of what comes after the first hidden state, for its stream that was updated last.
+
+    The steps before it have had their backward pass, and what they saved is gone; none of them is on the way.
+    """
+    block = program.blocks[min(hidden)]
+    target = block.steps[-1].target
+    stream = hidden[min(hidden)][target if block.order is None else block.order.index(target)]
+    loss = loss_of(program, ends)
+    if not loss.requires_grad or not stream.requires_grad:
+        return None
+    return torch.autograd.grad(loss, stream, allow_unused=True)[0]
 
 
 def observe(program: Program, branches: Branches, run: Callable[..., Run]) -> Seen:
@@ -380,9 +385,8 @@ def observe(program: Program, branches: Branches, run: Callable[..., Run]) -> Se
     seen = Seen(outputs, hidden, aux, {}, torch.get_rng_state())
     ends = [outputs[i] for i in program.used]
     if program.passes == "apart" and hidden:
-        state = hidden[min(hidden)]
-        differentiate(program, state)
-        seen.gradients |= gradients_at(program, ends, state)
+        differentiate(program, hidden[min(hidden)])
+        seen.gradients["the hidden stream"] = gradient_at(program, ends, hidden)
     else:
         differentiate(program, ends + [x for i in sorted(hidden) for x in hidden[i]] + ([] if aux is None else [aux]))
     leaves = {f"input {i}": x for i, x in enumerate(inputs)} | {f"context {n}": c for n, c in context.items()}
