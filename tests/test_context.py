@@ -160,3 +160,16 @@ def test_complex_streams_get_their_gradients(memory: str) -> None:
         grads = torch.autograd.grad(y.abs().pow(2).sum(), [x, *model.parameters()])
         found.append([torch.view_as_real(t) for t in (y, *grads)])
     all_close(*found)
+
+
+@every_memory
+def test_an_empty_container_in_the_context_is_there_in_the_replay(memory: str) -> None:
+    class Optioned(nn.Linear):
+        def forward(self, x: Tensor, *, options: dict[str, Any]) -> Tensor:
+            return super().forward(x) * (1 + len(options))
+
+    torch.manual_seed(0)
+    blocks = [rg.two_stream(Optioned(4, 4), Optioned(4, 4)) for _ in range(3)]
+    stack = rg.ReversibleSequence(blocks, memory=memory_of(memory, 3))
+    stack(torch.randn(2, 4), options={}).sum().backward()
+    assert all(p.grad is not None for p in stack.parameters())

@@ -73,10 +73,11 @@ def leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
 class Call:
     """What the tapes of one call share: its streams' names, its context and its ambient state."""
 
-    __slots__ = ("_kept", "_leaves", "_spec", "_tensors", "ambient", "names")
+    __slots__ = ("_is_empty", "_kept", "_leaves", "_spec", "_tensors", "ambient", "names")
 
     def __init__(self, names: tuple[StreamName, ...], streams: Streams, context: Mapping[str, Any]) -> None:
         self.names = names
+        self._is_empty = not context
         leaves, self._spec = tree_flatten(dict(context))
         self._tensors = [i for i, value in enumerate(leaves) if isinstance(value, Tensor)]
         kept = tuple(leaves[i] for i in self._tensors)
@@ -87,7 +88,7 @@ class Call:
 
     def context(self) -> Mapping[str, Any]:
         """The context as the first run had it, without its producer's graph."""
-        if not self._leaves:
+        if self._is_empty:
             return {}
         leaves = list(self._leaves)
         if self._kept is not None:

@@ -33,7 +33,7 @@ def outside_compiled_graphs(method: Method) -> Method:
 
     @functools.wraps(method)
     def inner(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
             return method(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(method))
@@ -192,7 +192,8 @@ class ReversibleSequence(nn.Module):
     @outside_compiled_graphs
     def _drive(self, plan: Plan, streams: Streams, context: Mapping[str, Any], hidden: set[int]) -> Outputs:
         call = None
-        if torch.is_grad_enabled() and not inside_function_transform() and set(plan.memory) != {"store"}:
+        taped = torch.is_grad_enabled() and not inside_function_transform() and not torch.compiler.is_exporting()
+        if taped and set(plan.memory) != {"store"}:
             call = Call(self.names, streams, context)
         outputs, aux, states = streams, {}, {}
         parts = list(segments(plan, self._running()))
