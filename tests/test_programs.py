@@ -5,10 +5,10 @@ couplings, context routed by `takes`, orders, shared blocks, a memory plan with 
 some of the outputs. The loop (`plain`) has nothing of retrograde's in it: it knows the couplings as formulas.
 
 Tolerances. Inverting a step returns a stream up to rounding, and amplifies the error that it was given: by 1/0.8
-(Scaled) or e^0.3 (Affine, limited), and not at all (Additive). Over 1,500 programs of up to 40 steps the largest
-relative error of a gradient was 4e-15 in float64 and 8e-7 in float32, of an inverted stream 1.3e-14 and 1.3e-6. The
-limits are more than ten times that, and a fiftieth of a thousandth: an inverse that is off by a thousandth is seen. A
-test holds that for each coupling.
+(Scaled) or e^0.3 (Affine, limited), and not at all (Additive). Over 3,000 programs of up to 40 steps the largest
+relative error of a gradient was 4e-15 in float64 and 1.5e-6 in float32, and of an inverted stream 3e-14 and 1.2e-5.
+The limits are more than ten times that: 1e-12 and 2e-5, and ten times as much for the inverse. That is a fiftieth of a
+thousandth, so that an inverse that is off by a thousandth is seen; a test holds that for each coupling.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import pytest
@@ -461,6 +461,14 @@ def test_any_program_gives_the_gradients_that_plain_autograd_gives(program: Prog
 
 
 @drawn
+@given(programs(invertible=True))
+def test_the_late_part_of_a_program_can_be_walked_after_the_early_part(program: Program) -> None:
+    """Without retain_graph: by then the last streams are gone, and the way to the late steps is up, not down."""
+    reverse = ("reverse",) * len(program.blocks)
+    compare(replace(program, memory=reverse, anchors=frozenset(), hidden=(0,), passes="apart"))
+
+
+@drawn
 @given(programs())
 def test_memory_never_changes_a_bit_of_what_is_computed_forward(program: Program) -> None:
     branches = branches_of(program)
@@ -483,7 +491,7 @@ def test_the_inverse_gives_back_what_went_in(program: Program) -> None:
     back = stack.inverse(stack.run(tuple(streams), **context), **context)
     scale = max(x.abs().max().item() for x in streams)
     for i, (got, expected) in enumerate(zip(back, streams, strict=True)):
-        assert_close(got, expected, program.tolerance, f"stream {i}", scale)
+        assert_close(got, expected, 10 * program.tolerance, f"stream {i}", scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
