@@ -344,10 +344,10 @@ def nested(depth: int, inner: int, memory: str = "reverse") -> Measured:
 
 
 def test_a_stack_inside_a_branch_holds_nothing_for_each_outer_step() -> None:
-    small = nested(4, 2)
+    small = nested(2, 2)
     assert nested(12, 2) == small
-    assert nested(4, 12) == small
-    assert nested(12, 2, "store").held > 2.9 * nested(4, 2, "store").held
+    assert nested(2, 12) == small
+    assert nested(12, 2, "store").held > 5 * nested(2, 2, "store").held
 
 
 class InTorchCheckpoints(nn.Module):

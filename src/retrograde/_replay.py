@@ -148,7 +148,10 @@ class Replay:
         if habits.draws or habits.edits:
             _acquire()
             self._locked = True
-            ambient.states = ambient.read()
+            if (
+                now := ambient.read()
+            ) != ambient.states:  # else the states that the last step recorded serve this one too
+                ambient.states = now
             if self.buffers:  # as they are now that no other thread is inside such a branch
                 self.buffers = [(s, n, s[n], version(s[n]), silent) for s, n, _, _, silent in self.buffers]
         if self.buffers:
