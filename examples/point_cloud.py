@@ -160,15 +160,16 @@ def draw(model: EnergyModel, molecules: Molecules, scale: float) -> None:
     for axes, title, shown in zip(others, ("A molecule", "The same, turned"), (molecules, rotated), strict=True):
         energy = model(**shown) * scale
         predicted, true = gradients(energy, shown)[0][0], gradients(true_energy(**shown), shown)[0][0]
-        places, atoms = shown["coords"][0].detach(), int(shown["mask"][0].sum())
-        axes.plot(*places[:atoms, :2].T, color="silver", linewidth=3, zorder=0)
-        axes.scatter(*places[:atoms, :2].T, c=shown["values"][0, :atoms], cmap="coolwarm", vmin=-2, vmax=2, s=120)
+        atoms = int(shown["mask"][0].sum())
+        places = (shown["coords"][0, :atoms] - shown["coords"][0, :atoms].mean(0)).detach()
+        reach = 1.4 * places.norm(dim=1).max().item()
+        axes.plot(*places[:, :2].T, color="silver", linewidth=3, zorder=0)
+        axes.scatter(*places[:, :2].T, c=shown["values"][0, :atoms], cmap="coolwarm", vmin=-2, vmax=2, s=120)
         for gradient, colour, width in ((true, "black", 0.016), (predicted, "tab:orange", 0.006)):
-            x, y, dx, dy = *places[:atoms, :2].T, *-gradient[:atoms, :2].T
-            axes.quiver(x, y, dx, dy, color=colour, angles="xy", scale_units="xy", scale=4, width=width)
-        axes.set(title=f"{title}: energy {energy[0]:.5f}", aspect="equal", xticks=[], yticks=[])
-        axes.margins(0.25)
-    figure.supxlabel("Forces in the plane: true (black), gradient of the model to coords (orange)", fontsize=9, x=0.7)
+            x, y, dx, dy = *places[:, :2].T, *-gradient[:atoms, :2].T
+            axes.quiver(x, y, dx, dy, color=colour, angles="xy", scale_units="xy", scale=8, width=width)
+        axes.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal", xticks=[], yticks=[])
+        axes.set(title=f"{title}: energy {energy[0]:.5f}", xlabel="forces: true (black), of the model (orange)")
     picture.save(figure, "point_cloud.png")
 
 

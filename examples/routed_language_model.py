@@ -23,7 +23,7 @@ import retrograde as rg
 
 WIDTH, HEADS, EXPERTS, DEPTH = 64, 4, 8, 6
 BATCH, LENGTH = 16, 96
-BALANCE = 0.02  # how much the auxiliary loss counts
+BALANCE = 0.1  # how much the auxiliary loss counts
 
 
 class Attention(nn.Module):
@@ -127,17 +127,17 @@ def train(corpus: Corpus, options: Options, balance: float) -> RoutedModel:
 
 
 @torch.no_grad()
-def print_usage(model: RoutedModel, text: Tensor) -> None:
-    """Which share of unseen characters each expert of each block gets."""
-    _, entropy = model.loss(text, 0.0)
-    _, aux = model(text[:, :-1])
+def print_usage(model: RoutedModel, text: Tensor) -> str:
+    """Print the share of unseen characters that each expert of each block gets; return a line that sums it up."""
+    logits, aux = model(text[:, :-1])
+    entropy = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
     hint = model.hint(model.embed(text[:, :-1]))
     mixtures = [module for module in model.modules() if isinstance(module, Mixture)]
-    shares = torch.stack([m.odds(hint).argmax(-1).bincount(minlength=EXPERTS) for m in mixtures]) / hint[..., 0].numel()
-    print(f"  unseen text: loss {entropy:.3f}, balance {aux:.2f} a block (1 is even, {EXPERTS} is one expert for all)")
-    print("    block   " + "".join(f"expert {e} " for e in range(EXPERTS)) + "  idle")
+    shares = torch.stack([m.odds(hint).argmax(-1).bincount(minlength=EXPERTS) / text[:, :-1].numel() for m in mixtures])
+    print("  block " + "".join(f"  expert {e}" for e in range(EXPERTS)))
     for i, row in enumerate(shares):
-        print(f"    {i:<5}" + "".join(f"{share:>9.0%}" for share in row) + f"{(row < 0.01).sum():>6}")
+        print(f"  {i:<6}" + "".join(f"{share:>10.0%}" for share in row))
+    return f"{entropy:>14.3f}{aux:>18.2f}{shares.amax(1).mean():>20.0%}"
 
 
 @torch.no_grad()
@@ -155,16 +155,18 @@ def main() -> None:
     corpus = Corpus()
     print(f"{len(corpus.numbers):,} characters of text; blocks of width {WIDTH} with {EXPERTS} experts each.")
     unseen = corpus.batch(4 if options.small else 64, torch.Generator().manual_seed(2), "unseen")
+    summary = f"\n  {'auxiliary loss':<16}{'unseen text':>12}{'balance a block':>18}{'busiest expert':>20}\n"
     for balance in (0.0, BALANCE):
-        print(f"\nTraining with {balance:g} times the auxiliary loss:")
+        print(f"\nTraining with {balance:g} times the auxiliary loss, then routing unseen text:")
         model = train(corpus, options, balance)
-        print_usage(model, unseen)
+        summary += f"  {'in use' if balance else 'not in use':<14}{print_usage(model, unseen)}\n"
+    print(f"{summary}  (a balance of 1 is even, {EXPERTS} is one expert for all)")
     print("\nA sample of the last model:")
     print("  | " + sample(model, corpus, 40 if options.small else 300).replace("\n", "\n  | "))
     print_memory(
         lambda depth, memory: RoutedModel(len(corpus.characters), depth, memory),
         lambda model: model.loss(unseen[:BATCH], BALANCE)[0],
-        depths=(2, 8) if options.small else (4, 16),
+        depths=(4, 16),
     )
 
 
