@@ -1,6 +1,6 @@
 """A character model whose feed-forward is a mixture of experts: each character is sent to one of them.
 
-Left alone, routers send most characters to few experts. Each mixture therefore returns a second
+Left alone, routers favour some experts and starve others. Each mixture therefore returns a second
 value, an auxiliary loss that is least when all experts get the same share; `aux="g"` tells the
 block so, and the stack returns the sum over its blocks: `y, aux = stack(x)`. The example trains
 once without and once with it. The text is the reference that comes with every Python.

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from . import _randomness as randomness
 from ._branch import name_of, reachable
-from ._torch_private import Survey, outside_function_transforms, set_grad_enabled, version, versions
+from ._torch_private import BATCH_STATISTICS, Survey, outside_function_transforms, set_grad_enabled, version, versions
 
 _LOCK = threading.RLock()
 _LOCAL = threading.local()
@@ -135,9 +135,7 @@ class Replay:
         self.tensors = survey.tensors
         self.versions = versions(survey.tensors)
         self.requires = [t.requires_grad for t in survey.tensors]
-        self.buffers = (
-            [(s, n, s[n], version(s[n]), silent) for s, n, silent in survey.buffers] if survey.buffers else []
-        )
+        self.buffers = [(s, n, s[n], version(s[n]), silent) for s, n, silent in survey.buffers]
         self.changed: list[tuple[dict[str, Any], str, Tensor | None]] = []
         self.introduced: list[Tensor | None] = []
         self.random: list[tuple[Any, Any, Any]] = []
@@ -148,9 +146,8 @@ class Replay:
         if habits.draws or habits.edits:
             _acquire()
             self._locked = True
-            if (
-                now := ambient.read()
-            ) != ambient.states:  # else the states that the last step recorded serve this one too
+            now = ambient.read()
+            if now != ambient.states:  # if not, this step and the last one share the states that they keep
                 ambient.states = now
             if self.buffers:  # as they are now that no other thread is inside such a branch
                 self.buffers = [(s, n, s[n], version(s[n]), silent) for s, n, _, _, silent in self.buffers]
@@ -205,7 +202,7 @@ class Replay:
         same, changed = [], []
         for (slots, name, value, before, silent), old in zip(self.buffers, self._olds, strict=True):
             key = (id(slots), name)
-            edited = version(value) != before or (old is not value and not _equal(old, value))
+            edited = version(value) != before or (old is not value and _differ(name, silent, old, value))
             if slots.get(name) is value and not edited:
                 same.append((slots, name, value, before, silent))
                 habits.steady.add(key)
@@ -337,10 +334,12 @@ def _copied(value: Tensor | None, copies: dict[int, Tensor | None]) -> Tensor | 
     return copies[id(value)]
 
 
-def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return a.shape == b.shape and torch.equal(a, b)
+def _differ(name: str, silent: bool, old: Tensor | None, new: Tensor | None) -> bool:
+    if old is None or new is None:
+        return old is not new
+    if silent and name in BATCH_STATISTICS:
+        return True  # so they do in training; to look would make an accelerator wait
+    return old.shape != new.shape or not torch.equal(old, new)
 
 
 def _sharded_since(now: Any, then: Any) -> bool:

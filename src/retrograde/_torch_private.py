@@ -64,14 +64,18 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
 Place = tuple[dict[str, Any], str]
 
 
+BATCH_STATISTICS = ("running_mean", "running_var")
+
+
 def _may_hide_edits(name: str, buffer: Tensor | None) -> bool:
     """Whether an edit may leave the version as it is: batch normalisation edits its statistics so, and `.data` does.
 
-    Statistics are small, whatever their names; a large buffer is not worth a copy in every call.
+    Statistics are small, whatever their names. A large buffer is not worth a copy in every call, nor one on
+    an accelerator, which would have to wait for the comparison.
     """
     if buffer is None or not buffer.is_floating_point():
         return False
-    return buffer.numel() <= 4096 or name in ("running_mean", "running_var")
+    return name in BATCH_STATISTICS or (buffer.device.type == "cpu" and buffer.numel() <= 4096)
 
 
 class Survey:
