@@ -12,29 +12,17 @@ from torch.nn.utils import parametrizations
 import retrograde as rg
 from stacks import (
     MEMORIES,
+    Means,
     agree,
     all_close,
+    loss_of,
     memory_of,
     sample,
+    train,
     twins,
 )
 
 every_memory = pytest.mark.parametrize("memory", MEMORIES)
-
-
-def loss_of(y: Tensor) -> Tensor:
-    return (y.sin() * y).sum()
-
-
-def train(model: Any, steps: int = 3) -> list[Any]:
-    """A few steps of training: outputs and gradients of the input, with the gradients of parameters added up."""
-    seen: list[Any] = []
-    for step in range(steps):
-        x = sample(5, 6, seed=step)
-        y = model(x)
-        loss_of(y).backward()
-        seen += [y, x.grad]
-    return seen
 
 
 class Normed(nn.Module):
@@ -90,29 +78,6 @@ def test_two_calls_before_the_backward_update_batch_norm_twice(memory: str) -> N
         return y, x.grad, z.grad
 
     agree(*twins(Normed, memory=memory), scenario)
-
-
-class Means(nn.Module):
-    """Moves a buffer towards its input, then uses it: the value after the update enters the output."""
-
-    how = "edit"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6).double()
-        self.register_buffer("means", torch.ones(6).double())
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            if self.how == "edit":
-                self.means.mul_(0.5).add_(x.mean(0), alpha=0.5)
-            elif self.how == "reassign":
-                self.means = 0.5 * self.means + 0.5 * x.mean(0)
-            elif self.how == "edit through .data":
-                self.means.data.mul_(0.5).add_(x.mean(0), alpha=0.5)
-            elif self.how == "batch_norm":
-                torch.nn.functional.batch_norm(x, self.means, torch.ones(6).double(), training=True)
-        return torch.tanh(self.linear(x) * self.means) + self.means
 
 
 HOW = ("edit", "reassign", "edit through .data", "batch_norm")  # the last two raise no version counter

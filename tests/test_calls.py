@@ -15,6 +15,7 @@ from stacks import (
     Mlp,
     Noisy,
     agree,
+    loss_of,
     memory_of,
     sample,
     twins,
@@ -22,10 +23,6 @@ from stacks import (
 )
 
 every_memory = pytest.mark.parametrize("memory", MEMORIES)
-
-
-def loss_of(y: Tensor) -> Tensor:
-    return (y.sin() * y).sum()
 
 
 @every_memory

@@ -10,15 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import retrograde as rg
-from stacks import MEMORIES, REBUILDING, Mlp, Noisy, agree, all_close, memory_of, sample, twins, twins_of
+from stacks import MEMORIES, REBUILDING, Mlp, Noisy, agree, all_close, loss_of, memory_of, sample, twins, twins_of
 
 every_memory = pytest.mark.parametrize("memory", MEMORIES)
 rebuilding = pytest.mark.parametrize("memory", REBUILDING)
 EDITED = "modified by an inplace operation"
-
-
-def loss_of(y: Tensor) -> Tensor:
-    return (y.sin() * y).sum()
 
 
 def edit(tensor: Tensor) -> None:

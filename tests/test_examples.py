@@ -102,8 +102,7 @@ def test_a_rotation_changes_no_prediction_and_turns_the_forces(output: str) -> N
 @of("point_cloud")
 def test_gradients_reach_coords_and_edges(output: str) -> None:
     for name in ("coords", "edges"):
-        assert number(rf"gradient to {name}: +cosine (\S+)", output) != 0  # nan, for a gradient of zeros, is below
-    assert "nan" not in output
+        assert number(rf"gradient to {name}: +RMS (\S+) ", output) > 0
 
 
 @of("video_and_audio")
@@ -129,19 +128,22 @@ def test_a_bad_argument_is_refused_in_a_sentence(argument: tuple[str, ...], mess
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Ctrl-C is sent as a signal")
 def test_ctrl_c_ends_an_example_without_a_traceback(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        command("point_cloud", "--steps", "40"),
+    with subprocess.Popen(
+        command("point_cloud", "--steps", "1000000"),
         cwd=tmp_path,
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    assert process.stdout is not None
-    process.stdout.readline()
-    time.sleep(0.3)  # now it trains
-    process.send_signal(signal.SIGINT)
-    printed, errors = process.communicate(timeout=60)
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert "Training" in process.stdout.readline()
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            printed, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert printed.endswith("Stopped.\n")
     assert not errors

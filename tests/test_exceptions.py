@@ -11,14 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import retrograde as rg
-from stacks import MEMORIES, REBUILDING, Mlp, Noisy, agree, all_close, sample, seed_all, twins, twins_of
+from stacks import MEMORIES, REBUILDING, Mlp, Noisy, agree, all_close, loss_of, sample, seed_all, twins, twins_of
 
 every_memory = pytest.mark.parametrize("memory", MEMORIES)
 rebuilding = pytest.mark.parametrize("memory", REBUILDING)
-
-
-def loss_of(y: Tensor) -> Tensor:
-    return (y.sin() * y).sum()
 
 
 def branches(model: nn.Module) -> list[Any]:

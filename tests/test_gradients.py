@@ -11,13 +11,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import retrograde as rg
-from stacks import MEMORIES, Mlp, Noisy, agree, all_close, memory_of, plain, sample, twins, twins_of
+from stacks import MEMORIES, Mlp, Noisy, agree, all_close, loss_of, memory_of, plain, sample, twins, twins_of
 
 every_memory = pytest.mark.parametrize("memory", MEMORIES)
-
-
-def loss_of(y: Tensor) -> Tensor:
-    return (y.sin() * y).sum()
 
 
 @every_memory

@@ -15,15 +15,12 @@ from stacks import (
     Noisy,
     agree,
     all_close,
+    loss_of,
     sample,
     twins,
 )
 
 every_memory = pytest.mark.parametrize("memory", MEMORIES)
-
-
-def loss_of(y: Tensor) -> Tensor:
-    return (y.sin() * y).sum()
 
 
 @every_memory

@@ -17,14 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import retrograde as rg
 from retrograde import _record, _tape
-from stacks import MEMORIES, REBUILDING, Mlp, Noisy, agree, all_close, sample, seed_all, twins
+from stacks import MEMORIES, REBUILDING, Mlp, Noisy, agree, all_close, loss_of, sample, seed_all, twins
 
 every_memory = pytest.mark.parametrize("memory", MEMORIES)
 rebuilding = pytest.mark.parametrize("memory", REBUILDING)
-
-
-def loss_of(y: Tensor) -> Tensor:
-    return (y.sin() * y).sum()
 
 
 SEEN: list[StorageWeakRef] = []

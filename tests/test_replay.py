@@ -19,29 +19,16 @@ from stacks import (
     Noisy,
     agree,
     all_close,
+    loss_of,
     memory_of,
     sample,
     seed_all,
+    train,
     twins,
     twins_of,
 )
 
 every_memory = pytest.mark.parametrize("memory", MEMORIES)
-
-
-def loss_of(y: Tensor) -> Tensor:
-    return (y.sin() * y).sum()
-
-
-def train(model: Any, steps: int = 3) -> list[Any]:
-    """A few steps of training: outputs and gradients of the input, with the gradients of parameters added up."""
-    seen: list[Any] = []
-    for step in range(steps):
-        x = sample(5, 6, seed=step)
-        y = model(x)
-        loss_of(y).backward()
-        seen += [y, x.grad]
-    return seen
 
 
 class Drawing(Mlp):

@@ -14,10 +14,12 @@ import retrograde as rg
 from stacks import (
     MEMORIES,
     REBUILDING,
+    Means,
     Mlp,
     Noisy,
     all_close,
     in_threads,
+    loss_of,
     sample,
     seed_all,
     twins,
@@ -25,10 +27,6 @@ from stacks import (
 )
 
 every_memory = pytest.mark.parametrize("memory", MEMORIES)
-
-
-def loss_of(y: Tensor) -> Tensor:
-    return (y.sin() * y).sum()
 
 
 class Masked(nn.Module):
@@ -100,25 +98,6 @@ def test_a_graph_may_go_backward_in_another_thread_and_in_two_at_once(memory: st
     assert len(found) == 6
     for grads in found:
         all_close(grads, expected)
-
-
-class Means(nn.Module):
-    """Moves a buffer towards its input, then uses it: the value after the update enters the output."""
-
-    how = "edit"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6).double()
-        self.register_buffer("means", torch.ones(6).double())
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            if self.how == "edit":
-                self.means.mul_(0.5).add_(x.mean(0), alpha=0.5)
-            elif self.how == "reassign":
-                self.means = 0.5 * self.means + 0.5 * x.mean(0)
-        return torch.tanh(self.linear(x) * self.means) + self.means
 
 
 class Seen(Means):

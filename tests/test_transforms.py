@@ -11,16 +11,25 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import retrograde as rg
-from stacks import MEMORIES, REBUILDING, Mlp, Noisy, agree, all_close, memory_of, plain, sample, seed_all, twins
+from stacks import (
+    MEMORIES,
+    REBUILDING,
+    Mlp,
+    Noisy,
+    agree,
+    all_close,
+    loss_of,
+    memory_of,
+    plain,
+    sample,
+    seed_all,
+    twins,
+)
 
 # torch's own: forward mode compiles some formulas with its old compiler when it first needs them.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
 every_memory = pytest.mark.parametrize("memory", MEMORIES)
-
-
-def loss_of(y: Tensor) -> Tensor:
-    return (y.sin() * y).sum()
 
 
 @every_memory
