@@ -12,14 +12,14 @@ import importlib
 import sys
 from typing import Literal
 
-import picture
 import torch
-from memory_by_depth import Memory, print_memory
-from terminal import Options, Progress, read_options, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import picture
 import retrograde as rg
+from memory_by_depth import Memory, print_memory
+from terminal import Options, Progress, read_options, run
 
 SIDE, KNOWN = 8, 4  # pixels a side; rows that are given
 WIDTH, HEADS, LAYERS = 32, 2, 3  # channels a stream; a layer has a block of attention and one of feed-forwards
@@ -39,8 +39,8 @@ class AxialAttention(nn.Module):
         x = self.norm(x if self.along == "rows" else x.transpose(2, 3))
         queries, keys, values = self.project(x).unflatten(1, (3, HEADS, -1)).permute(1, 0, 4, 2, 5, 3)
         mixed = F.scaled_dot_product_attention(queries, keys, values)  # (batch, row, head, place in the row, channel)
-        mixed = self.out(mixed.permute(0, 2, 4, 1, 3).flatten(1, 2))
-        return mixed if self.along == "rows" else mixed.transpose(2, 3)
+        update: Tensor = self.out(mixed.permute(0, 2, 4, 1, 3).flatten(1, 2))
+        return update if self.along == "rows" else update.transpose(2, 3)
 
 
 def feed_forward() -> nn.Module:

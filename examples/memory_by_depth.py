@@ -19,7 +19,8 @@ def peak_of(model: Model, loss: Callable[[Model], Tensor]) -> int:
     loss(model).backward()  # so that the gradients are there to be ignored
     with MemoryTracker(ignore=[model]) as tracker:
         loss(model).backward()
-    return tracker.peak
+    peak: int = tracker.peak
+    return peak
 
 
 def print_memory(

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 
-import picture
 import torch
-from memory_by_depth import Memory, print_memory
-from terminal import Options, Progress, read_options, run
 from torch import Tensor, nn
 
+import picture
 import retrograde as rg
+from memory_by_depth import Memory, print_memory
+from terminal import Options, Progress, read_options, run
 
 ATOMS, FEWEST = 10, 6
 WIDTH, WAVES, DEPTH, BATCH = 48, 16, 4, 48
@@ -119,23 +119,24 @@ def train(options: Options, scale: float) -> EnergyModel:
     return model.eval()
 
 
-def likeness(a: Tensor, b: Tensor) -> float:
-    return torch.cosine_similarity(a.flatten(), b.flatten(), dim=0).item()
+def print_agreement(name: str, found: Tensor, true: Tensor) -> None:
+    likeness = torch.cosine_similarity(found.flatten(), true.flatten(), dim=0)
+    print(f"  gradient to {name}: RMS {found.square().mean().sqrt():.3f} for {true.square().mean().sqrt():.3f}", end="")
+    print(f", cosine {likeness:.3f}")
 
 
 def print_accuracy(model: EnergyModel, molecules: Molecules, scale: float) -> None:
     guess, truth = model(**molecules) * scale, true_energy(**molecules)
-    (forces, pulls), (true_forces, true_pulls) = gradients(guess, molecules), gradients(truth, molecules)
-    error, spread = (guess - truth).square().mean().sqrt().item(), truth.std().item()
-    bonds = molecules["edges"] > 0
-    print(f"\n{len(truth)} molecules that it has not seen, of {FEWEST} to {ATOMS} atoms:")
-    print(f"  energy:             RMS error {error:.3f}; always guessing the mean has {spread:.3f}")
-    print(f"  gradient to coords: cosine {likeness(forces, true_forces):.3f} with the true forces")
-    print(f"  gradient to edges:  cosine {likeness(pulls[bonds], true_pulls[bonds]):.3f} with the true one, along bonds")
+    found, true = gradients(guess, molecules), gradients(truth, molecules)
+    atoms, bonds = molecules["mask"], molecules["edges"] > 0
+    print(f"\n{len(truth)} molecules that it has not seen, of {FEWEST} to {ATOMS} atoms, against the truth:")
+    print(f"  energy: RMS error {(guess - truth).square().mean().sqrt():.3f}, a spread of {truth.std():.3f}")
+    print_agreement("coords", found[0][atoms], true[0][atoms])
+    print_agreement("edges", found[1][bonds], true[1][bonds])
 
 
 def print_changes(model: EnergyModel, molecules: Molecules) -> None:
-    """What becomes of predictions when molecules are turned; and when they are stretched, to see that they can change."""
+    """What becomes of predictions when molecules are turned; and when they are stretched, as a control."""
     rotated, rotations = turned(molecules, torch.Generator().manual_seed(5))
     stretched = {**molecules, "coords": 1.01 * molecules["coords"]}
     before, after, other = model(**molecules), model(**rotated), model(**stretched)

@@ -14,12 +14,12 @@ from __future__ import annotations
 from pydoc_data.topics import topics
 
 import torch
-from memory_by_depth import Memory, print_memory
-from terminal import Options, Progress, read_options, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import retrograde as rg
+from memory_by_depth import Memory, print_memory
+from terminal import Options, Progress, read_options, run
 
 WIDTH, HEADS, EXPERTS, DEPTH = 64, 4, 8, 6
 BATCH, LENGTH = 16, 96

@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
-import picture
 import torch
-from memory_by_depth import Memory, print_memory
-from terminal import Options, Progress, read_options, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import picture
 import retrograde as rg
+from memory_by_depth import Memory, print_memory
+from terminal import Options, Progress, read_options, run
 
 FRAMES, SIDE, SAMPLES = 24, 10, 8  # frames a clip, pixels a side, samples of sound a frame
 HEARD = FRAMES // 4
@@ -84,7 +84,8 @@ class ClipModel(nn.Module):
         return self.head(self.stack(streams, audio_mask=heard)["audio"])  # type: ignore[no-any-return]
 
     def loss(self, clips: Clips) -> Tensor:
-        return (self(clips) - clips.audio)[:, HEARD:].square().mean()
+        error: Tensor = (self(clips) - clips.audio)[:, HEARD:]
+        return error.square().mean()
 
 
 def make_clips(count: int, generator: torch.Generator) -> Clips:
@@ -156,8 +157,8 @@ def draw(models: dict[Between, ClipModel], clips: Clips) -> None:
         film.vlines(range(FRAMES), 0, 1, color="silver", linewidth=0.5)
         film.set(yticks=[], ylabel="video")
         wave.plot(time, clips.audio[i].flatten(), color="silver", linewidth=4, label="true")
-        for between, colour in (("each other", "tab:blue"), ("itself", "tab:red")):
-            sound = models[between](clips)[i].flatten()
+        for (between, model), colour in zip(models.items(), ("tab:blue", "tab:red"), strict=True):
+            sound = model(clips)[i].flatten()
             wave.plot(time[HEARD * SAMPLES :], sound[HEARD * SAMPLES :], color=colour, linewidth=1.2, label=between)
         wave.axvspan(0, HEARD, color="gold", alpha=0.2, label="given")
         wave.set(ylabel="audio", ylim=(-1.6, 1.6))
