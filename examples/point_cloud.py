@@ -121,7 +121,7 @@ def train(options: Options, scale: float) -> EnergyModel:
 
 def print_agreement(name: str, found: Tensor, true: Tensor) -> None:
     likeness = torch.cosine_similarity(found.flatten(), true.flatten(), dim=0)
-    print(f"  gradient to {name}: RMS {found.square().mean().sqrt():.3f} for {true.square().mean().sqrt():.3f}", end="")
+    print(f"  gradient to {name}: RMS {found.square().mean().sqrt():.3g} for {true.square().mean().sqrt():.3g}", end="")
     print(f", cosine {likeness:.3f}")
 
 
