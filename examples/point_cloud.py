@@ -163,10 +163,10 @@ def draw(model: EnergyModel, molecules: Molecules, scale: float) -> None:
         predicted, true = gradients(energy, shown)[0][0], gradients(true_energy(**shown), shown)[0][0]
         atoms = int(shown["mask"][0].sum())
         places = (shown["coords"][0, :atoms] - shown["coords"][0, :atoms].mean(0)).detach()
-        reach = 1.4 * places.norm(dim=1).max().item()
+        reach = 1.2 * places.norm(dim=1).max().item()
         axes.plot(*places[:, :2].T, color="silver", linewidth=3, zorder=0)
         axes.scatter(*places[:, :2].T, c=shown["values"][0, :atoms], cmap="coolwarm", vmin=-2, vmax=2, s=120)
-        for gradient, colour, width in ((true, "black", 0.016), (predicted, "tab:orange", 0.006)):
+        for gradient, colour, width in ((true, "black", 0.011), (predicted, "tab:orange", 0.005)):
             x, y, dx, dy = *places[:, :2].T, *-gradient[:atoms, :2].T
             axes.quiver(x, y, dx, dy, color=colour, angles="xy", scale_units="xy", scale=8, width=width)
         axes.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal", xticks=[], yticks=[])
