@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 
@@ -31,8 +29,3 @@ def test_anchors_bound_the_drift_of_low_precision_streams() -> None:
     assert free > 0, "bfloat16 streams must drift, or this test sees nothing"
     assert anchored < free / 2
     assert gradient_error("checkpoint") == 0
-
-
-def test_a_copy_drifts_as_its_original_does() -> None:
-    plan = rg.Plan(("reverse",) * DEPTH)
-    assert gradient_error(copy.deepcopy(plan)) == gradient_error("reverse")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -233,7 +233,7 @@ def _rerun_branch(
     step, replay = record.wire.step, record.replay
     sources = [streams[i] for i in record.wire.sources]
     kwargs = step.takes.select(context) if context else context
-    hooks = _NO_HOOKS if capture is None else saved_tensors_hooks(capture.pack, capture.unpack)
+    hooks = capturing(capture)
     if replay.is_quiet():
         with hooks:
             update = step.update_again(replay.branch, sources, kwargs)
@@ -244,6 +244,11 @@ def _rerun_branch(
             update = step.update_again(replay.branch, sources, kwargs)
         replay.check_draws()
         then(update)
+
+
+def capturing(capture: Capture | None) -> AbstractContextManager[None]:
+    """A context in which what autograd saves goes to `capture`; any context if there is none."""
+    return _NO_HOOKS if capture is None else saved_tensors_hooks(capture.pack, capture.unpack)
 
 
 _NO_HOOKS = nullcontext()

@@ -28,7 +28,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -36,14 +35,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ._block import Block, Wire, advance, replaced
-from ._record import Call, Capture, Enough, Kept, Record, Stayed, leaf, rerun
+from ._record import Call, Capture, Enough, Kept, Record, Stayed, capturing, leaf, rerun
 from ._replay import Habits, TakingTurns, edited_in_place
 from ._step import Step, StepError, StreamName
 from ._streams import Streams
 from ._torch_private import has_forward_hooks, keeps_graph, set_grad_enabled
 
 Losses = tuple[Tensor, ...]
-_NO_HOOKS = nullcontext()
 
 
 class Plain:
@@ -230,7 +228,7 @@ class Tape:
         result: list[Tensor] = []
 
         def combine(update: Any) -> None:
-            with _NO_HOOKS if capture is None else saved_tensors_hooks(capture.pack, capture.unpack):
+            with capturing(capture):
                 result.append(record.wire.step.coupling.combine(before, update))
 
         try:
@@ -331,7 +329,7 @@ class ReverseTape(Tape):
                 before = _laid_out(record.stride, before)
             result.append(before)
             if capture is not None and record.branch_saves < len(record.versions):
-                with saved_tensors_hooks(capture.pack, capture.unpack):  # for what the coupling saves
+                with capturing(capture):  # for what the coupling saves
                     coupling.combine(leaf(before, record.requires[target]), update)
 
         rerun(record, start, self.call, capture, separate)
