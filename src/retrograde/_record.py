@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ._block import Block, Wire
-from ._replay import Ambient, Replay, Replaying, edited_in_place
+from ._replay import Ambient, Known, Replay, Replaying, edited_in_place
 from ._step import StreamName
 from ._streams import Streams
 from ._torch_private import (
@@ -101,20 +102,28 @@ class Call:
 class Record:
     """What the first run of one step leaves behind: no activation, unless it had to stay."""
 
-    __slots__ = ("block", "branch_saves", "dtypes", "replay", "requires", "shapes", "stayed", "stride",
+    shapes: list[torch.Size]
+    dtypes: list[torch.dtype]
+
+    __slots__ = ("block", "branch_saves", "dtypes", "habits", "replay", "requires", "shapes", "stayed", "stride",
                  "versions", "wire")  # fmt: skip
 
-    def __init__(self, block: Block, wire: Wire, streams: Streams) -> None:
+    def __init__(self, block: Block, wire: Wire, streams: Streams, known: Known) -> None:
         self.block = block
         self.wire = wire
-        self.requires = [s.requires_grad for s in streams]
+        self.requires = known.same("streams", [s.requires_grad for s in streams])
         self.stride = streams[wire.target].stride()
-        self.replay = Replay(wire.step.branch, wire.step.coupling)
-        self.versions: list[int] = []  # of the saved tensors, like the next two
-        self.shapes: list[torch.Size] = []
-        self.dtypes: list[torch.dtype] = []
+        self.replay = Replay(wire.step.branch, wire.step.coupling, known)
+        self.habits = known.habits(self.replay.survey.training)
+        self.versions: list[int] = []  # of the saved tensors
         self.branch_saves = 0
         self.stayed: Stayed | None = None
+
+    def note_saved(self, tensors: list[Tensor], versions: list[int], known: Known) -> None:
+        """Note what the first run saved."""
+        self.versions = known.same("saved versions", versions.copy())
+        self.shapes = known.same("saved shapes", [t.shape for t in tensors])
+        self.dtypes = known.same("saved dtypes", [t.dtype for t in tensors])
 
     def start(self, streams: Streams) -> list[Tensor]:
         """The streams to replay the step on: detached, its sources requiring grad where they did before."""
@@ -135,6 +144,31 @@ class Stayed:
         self.after = after.detach()
 
 
+Pack = Callable[[Tensor], int]
+
+
+def packer(tensors: list[Tensor], versions: list[int]) -> Pack:
+    """A hook that keeps what autograd saves in `tensors`, and hands autograd a number, counted from 0.
+
+    It runs for every saved tensor: it looks up nothing, and numbers do not concern the garbage collector.
+    """
+    keep, note, number = tensors.append, versions.append, itertools.count().__next__
+
+    def pack(tensor: Tensor) -> int:
+        keep(tensor)
+        note(tensor._version)
+        return number()
+
+    return pack
+
+
+def unedited(tensor: Tensor, expected: int) -> Tensor:
+    """The tensor, if nobody edited it since its version was as expected."""
+    if tensor._version != expected:
+        raise edited_in_place(f"a tensor of shape {tuple(tensor.shape)} inside a branch")
+    return tensor
+
+
 class Enough(BaseException):
     """Ends a replay as soon as all that was asked for is there. Not an Exception: no branch is to catch it."""
 
@@ -145,52 +179,53 @@ class Capture:
     Shape and dtype are compared; to another device autograd itself objects.
     """
 
-    __slots__ = ("clings", "dtypes", "index", "record", "shapes", "stops_at", "tensors", "versions")
+    __slots__ = ("clings", "end", "first", "index", "record", "stops_at", "tensors", "versions")
 
-    def __init__(self, index: int, record: Record, *, stops_at: int = -1) -> None:
+    def __init__(self, index: int, first: int, record: Record, *, stops_at: int = -1) -> None:
         self.index = index
+        self.first = first  # of the handles that it serves; `end` is behind the last
+        self.end = first + len(record.versions)
         self.record = record
-        self.shapes = record.shapes
-        self.dtypes = record.dtypes
         self.stops_at = stops_at
         self.clings = False
         self.tensors: list[Any] = []
         self.versions: list[int] = []
 
-    def pack(self, tensor: Tensor) -> int:
-        tensors = self.tensors
-        position = len(tensors)
-        if (
-            position == len(self.shapes)
-            or tensor.shape != self.shapes[position]
-            or tensor.dtype is not self.dtypes[position]
-        ):
-            raise _mismatch(self.record, self._difference(position, tensor))
-        tensors.append(tensor if tensor.is_leaf else tensor.detach())
-        self.versions.append(tensor._version)
-        if position + 1 == self.stops_at:
-            raise Enough
-        return position
+    def hooks(self) -> saved_tensors_hooks:
+        """Hooks that collect what autograd saves."""
+        pack = packer(self.tensors, self.versions)
 
-    def unpack(self, position: int) -> Tensor:
-        tensor: Tensor = self.tensors[position]
-        return tensor
+        def pack_detached(tensor: Tensor) -> int:  # a tensor with its graph would keep the replay's streams alive
+            return pack(tensor if tensor.is_leaf else tensor.detach())
+
+        def pack_or_stop(tensor: Tensor) -> int:
+            handle = pack_detached(tensor)
+            if handle + 1 == self.stops_at:
+                raise Enough
+            return handle
+
+        return saved_tensors_hooks(pack_detached if self.stops_at < 0 else pack_or_stop, self._unpack)
+
+    def _unpack(self, position: int) -> Tensor:
+        return unedited(self.tensors[position], self.versions[position])
 
     def check(self, rebuilt: Sequence[Tensor]) -> None:
         """After the replay: nothing is missing, and nobody edited a tensor in between."""
-        saved, expected = self.versions, self.record.versions
-        if len(saved) != len(expected):
-            raise _mismatch(self.record, f"saved {len(saved)} tensors, where its first run saved {len(expected)}")
-        if saved != expected:
+        tensors, record = self.tensors, self.record
+        if [t.shape for t in tensors] != record.shapes or [t.dtype for t in tensors] != record.dtypes:
+            raise _mismatch(record, self._difference())
+        if self.versions != record.versions:
             self._check_edits(rebuilt)
 
-    def _difference(self, position: int, tensor: Tensor) -> str:
-        if position == len(self.shapes):
-            return f"saved more than the {position} tensors of its first run"
-        return (
-            f"saved another tensor at position {position} than its first run: {tuple(tensor.shape)} {tensor.dtype} for "
-            f"{tuple(self.shapes[position])} {self.dtypes[position]}"
-        )
+    def _difference(self) -> str:
+        record, tensors = self.record, self.tensors
+        for i, (tensor, shape, dtype) in enumerate(zip(tensors, record.shapes, record.dtypes, strict=False)):
+            if tensor.shape != shape or tensor.dtype != dtype:
+                return (
+                    f"saved another tensor at position {i} than its first run: {tuple(tensor.shape)} {tensor.dtype} "
+                    f"for {tuple(shape)} {dtype}"
+                )
+        return f"saved {len(tensors)} tensors, where its first run saved {len(record.shapes)}"
 
     def _check_edits(self, rebuilt: Sequence[Tensor]) -> None:
         """The version of a rebuilt tensor starts anew; any other version that differs tells of an edit."""
@@ -248,7 +283,7 @@ def _rerun_branch(
 
 def capturing(capture: Capture | None) -> AbstractContextManager[None]:
     """A context in which what autograd saves goes to `capture`; any context if there is none."""
-    return _NO_HOOKS if capture is None else saved_tensors_hooks(capture.pack, capture.unpack)
+    return _NO_HOOKS if capture is None else capture.hooks()
 
 
 _NO_HOOKS = nullcontext()

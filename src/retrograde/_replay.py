@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,10 @@ from torch import Tensor, nn
 from . import _randomness as randomness
 from ._branch import name_of, reachable
 from ._torch_private import BATCH_STATISTICS, Survey, outside_function_transforms, set_grad_enabled, version, versions
+
+Value = TypeVar("Value")
+Buffer = tuple[dict[str, Any], str, Any, int, bool]
+"""The dictionary and name of a buffer, its value, its version, and whether it may be edited without a new version."""
 
 _LOCK = threading.RLock()
 _LOCAL = threading.local()
@@ -55,6 +59,61 @@ class Habits:
         self.steady: set[tuple[int, str]] = set()
         self.repeats = False  # a replay that ran to its end saved what the first run did
         self.verified = False  # the coupling's inverse was checked
+
+
+class Known:
+    """What is known of a step from earlier calls: the modules in its branch, and its habits in each training mode.
+
+    It is kept with the step, and forgotten when the step is copied or saved.
+    """
+
+    __slots__ = ("_habits", "_last", "_survey")
+
+    def __init__(self) -> None:
+        self._last: dict[str, Any] = {}
+        self._habits: dict[bool, Habits] = {}
+        self._survey: Survey | None = None
+
+    def __deepcopy__(self, memo: object) -> Known:
+        return Known()
+
+    def __reduce__(self) -> tuple[type[Known], tuple[()]]:
+        return Known, ()
+
+    def habits(self, training: Sequence[bool]) -> Habits:
+        """The habits in a training mode, which is given by the flags of the branch's modules."""
+        mode = training[0] if training else True
+        habits = self._habits.get(mode)
+        if habits is None:
+            habits = self._habits[mode] = Habits()
+        return habits
+
+    def survey(self, roots: list[nn.Module]) -> Survey:
+        """The modules below `roots` as they are now; roots[0] is the step's branch."""
+        survey = self._survey
+        if survey is None or survey.modules[0] is not roots[0] or not survey.holds():
+            survey = Survey(roots)
+            lasting = all(
+                isinstance(t, nn.Parameter) for t in survey.tensors
+            )  # others are a caller's, and not ours to hold
+            self._survey = survey if lasting else None
+        return survey
+
+    def same(self, what: str, value: Value) -> Value:
+        """The value that was given last as `what`, if it equals this one.
+
+        So calls share one list, where thousands of equal ones would keep the garbage collector busy.
+        """
+        last: Value | None = self._last.get(what)
+        if last == value:
+            return last
+        self._last[what] = value
+        return value
+
+    def expect_draws(self) -> None:
+        """Expect draws from any generator, whatever was learned."""
+        for habits in self._habits.values():
+            habits.draws_rare = True
 
 
 class Ambient:
@@ -110,35 +169,33 @@ class Ambient:
 class Replay:
     """The state around one call of one branch, taken before and after its first run."""
 
-    __slots__ = ("_locked", "_olds", "_owned", "branch", "buffers", "changed", "held", "introduced", "loose", "modules",
-                 "places", "random", "requires", "tensors", "training", "versions")  # fmt: skip
+    __slots__ = ("_locked", "_olds", "_owned", "branch", "buffers", "changed", "introduced", "loose", "random",
+                 "requires", "survey", "versions")  # fmt: skip
 
-    def __init__(self, branch: Callable[..., Any], coupling: object) -> None:
+    def __init__(self, branch: Callable[..., Any], coupling: object, known: Known) -> None:
         self.branch = branch
         roots: list[nn.Module] = [coupling] if isinstance(coupling, nn.Module) else []
         if isinstance(branch, nn.Module):
-            survey = Survey([branch, *roots])
+            survey = known.survey([branch, *roots])
             loose = randomness.held_by(survey.modules)
         else:
             reach = list(reachable(branch))
             survey = Survey([v for v in reach if isinstance(v, nn.Module)] + roots)
             loose = randomness.held_by(survey.modules) + reach
-        self._owned: list[Any] = []
-        self.loose: list[tuple[Tensor, int]] = []
+        self._owned: Sequence[Any] = ()
+        self.loose: Sequence[tuple[Tensor, int]] = ()
         if loose:
             self._owned = randomness.owned(loose)
             self.loose = [(v, version(v)) for v in loose if isinstance(v, Tensor)]
-        self.modules = survey.modules
-        self.training = survey.training
-        self.places = survey.places
-        self.held = survey.held
-        self.tensors = survey.tensors
-        self.versions = versions(survey.tensors)
-        self.requires = [t.requires_grad for t in survey.tensors]
-        self.buffers = [(s, n, s[n], version(s[n]), silent) for s, n, silent in survey.buffers]
-        self.changed: list[tuple[dict[str, Any], str, Tensor | None]] = []
-        self.introduced: list[Tensor | None] = []
-        self.random: list[tuple[Any, Any, Any]] = []
+        self.survey = survey
+        self.versions = known.same("versions", versions(survey.tensors))
+        self.requires = known.same("requires", [t.requires_grad for t in survey.tensors])
+        self.buffers: Sequence[Buffer] = ()
+        if survey.buffers:
+            self.buffers = [(s, n, s[n], version(s[n]), silent) for s, n, silent in survey.buffers]
+        self.changed: Sequence[tuple[dict[str, Any], str, Tensor | None]] = ()
+        self.introduced: Sequence[Tensor | None] = ()
+        self.random: Sequence[tuple[Any, Any, Any]] = ()
         self._locked = False
 
     def begin(self, ambient: Ambient, habits: Habits) -> None:
@@ -159,10 +216,10 @@ class Replay:
                 for s, n, value, _, silent in self.buffers
             ]
         if habits.draws_rare or self._owned:
-            watched = self._owned
+            watched = list(self._owned)
             if habits.draws_rare:
                 ambient.look_for_unseen()
-                watched = watched + ambient.rare
+                watched += ambient.rare
             self.random = [(g, randomness.read(g), None) for g in watched]
 
     def end(self, ambient: Ambient, habits: Habits) -> bool:
@@ -175,14 +232,14 @@ class Replay:
                 ambient.look_away()
         before, now = ambient.states, ambient.read()
         if now != before:
-            drawn = drawn + [(g, b, n) for g, b, n in zip(ambient.generators, before, now, strict=True) if b != n]
+            drawn = [*drawn, *((g, b, n) for g, b, n in zip(ambient.generators, before, now, strict=True) if b != n)]
             ambient.states = now
         self.random = drawn
         habits.draws = bool(drawn)
         known = True
         if self.buffers:
             known = self._settle_buffers(habits)
-        now_versions = versions(self.tensors)
+        now_versions = versions(self.survey.tensors)
         if now_versions != self.versions:  # a parameter that the branch itself initialises
             known, self.versions = False, now_versions
         habits.edits = bool(self.changed)
@@ -216,19 +273,17 @@ class Replay:
 
     def is_quiet(self) -> bool:
         """Whether the branch can run again just as it stands. Raises if a tensor it reads was edited in place."""
-        if versions(self.tensors) != self.versions or self.buffers or self.loose:
+        survey = self.survey
+        if versions(survey.tensors) != self.versions or self.buffers or self.loose:
             self._check_versions()
-        if self.random or self.changed or [m.training for m in self.modules] != self.training:
+        if self.random or self.changed or [m.training for m in survey.modules] != survey.training:
             return False
-        for (slots, name), thing in zip(self.places, self.held, strict=True):
-            if slots.get(name) is not thing:
-                return False
-        if [t.requires_grad for t in self.tensors] != self.requires:
+        if not survey.finds_same() or [t.requires_grad for t in survey.tensors] != self.requires:
             return False
         return not self.buffers or all(s.get(n) is value for s, n, value, _, _ in self.buffers)
 
     def _check_versions(self) -> None:
-        if versions(self.tensors) != self.versions:
+        if versions(self.survey.tensors) != self.versions:
             raise edited_in_place(f"a parameter of {name_of(self.branch)}")
         for _, name, value, before, _ in self.buffers:
             if version(value) != before:
@@ -243,7 +298,7 @@ class Replay:
         with ExitStack() as undo:
             _acquire()
             undo.callback(_LOCK.release)
-            for module, training in zip(self.modules, self.training, strict=True):
+            for module, training in zip(self.survey.modules, self.survey.training, strict=True):
                 if module.training != training:
                     undo.callback(setattr, module, "training", module.training)
                     module.training = training
@@ -257,7 +312,7 @@ class Replay:
 
     def _rebind(self, undo: ExitStack) -> None:
         places: list[tuple[dict[str, Any], str, Any]] = [
-            (s, n, thing) for (s, n), thing in zip(self.places, self.held, strict=True)
+            (s, n, thing) for (s, n), thing in zip(self.survey.places, self.survey.held, strict=True)
             if not _sharded_since(s.get(n), thing)
         ]  # fmt: skip
         places += [(s, n, value) for s, n, value, _, _ in self.buffers]
@@ -268,7 +323,7 @@ class Replay:
             if slots.get(name) is not thing:
                 undo.callback(slots.__setitem__, name, slots.get(name))
                 slots[name] = thing
-        for tensor, requires in zip(self.tensors, self.requires, strict=True):
+        for tensor, requires in zip(self.survey.tensors, self.requires, strict=True):
             if tensor.requires_grad != requires and tensor.is_leaf:
                 undo.callback(tensor.requires_grad_, not requires)
                 tensor.requires_grad_(requires)

@@ -15,7 +15,7 @@ from ._plan import Memory, Plan, as_plan, segments
 from ._record import Call
 from ._step import StepError, StreamName
 from ._streams import Merge, Split, Streams, check_merge, check_split, dense, merge_streams, split_tensor
-from ._tape import CheckpointTape, Losses, Plain, ReverseTape, watch_closely
+from ._tape import CheckpointTape, Losses, Plain, ReverseTape, known
 from ._torch_private import inside_function_transform
 
 Input = Tensor | Sequence[Tensor] | Mapping[Any, Tensor]
@@ -168,7 +168,7 @@ class ReversibleSequence(nn.Module):
         streams = self._streams_of(x)
         self._check_masks(context, streams)
         outputs = self._drive(plan, streams, context, wanted)
-        if any(b.has_aux for b in self._blocks()):
+        if outputs.aux_by_block or (self._drops() and any(b.has_aux for b in self._blocks())):
             losses = [loss for found in outputs.aux_by_block.values() for loss in found]
             outputs.aux = torch.stack([loss.sum() for loss in losses]).sum() if losses else streams[0].new_zeros(())
         return outputs
@@ -197,8 +197,9 @@ class ReversibleSequence(nn.Module):
             call = Call(self.names, streams, context)
         outputs, aux, states = streams, {}, {}
         parts = list(segments(plan, self._running()))
+        every = self._blocks()
         for part in parts:
-            blocks = [self._block(i) for i in part.blocks]
+            blocks = [every[i] for i in part.blocks]
             runner = self._runner(part.memory, call, blocks, keeps_last=part is parts[-1])
             try:
                 for i, block in zip(part.blocks, blocks, strict=True):
@@ -229,7 +230,7 @@ class ReversibleSequence(nn.Module):
         """Python's or NumPy's generator moved, and no branch was known to use it: watch all in the next call."""
         for block in self._blocks():
             for step in block.each_step():
-                watch_closely(step)
+                known(step).expect_draws()
         warnings.warn(
             "Python's or NumPy's global random generator was drawn from during a call of a ReversibleSequence, where "
             "its branches had not done so before. If a branch drew from it now, the draw was not recorded and this "
@@ -238,10 +239,13 @@ class ReversibleSequence(nn.Module):
             stacklevel=4,
         )
 
+    def _drops(self) -> bool:
+        return self.training and any(self.layer_drop)
+
     def _running(self) -> list[int]:
         """The blocks of this call: all of them, but for those that are dropped in training."""
         every = list(range(len(self.blocks)))
-        if not self.training or not any(self.layer_drop):
+        if not self._drops():
             return every
         dropped = torch.empty(len(every)).uniform_(0, 1) < torch.tensor(self.layer_drop)
         return [i for i in every if not dropped[i]] or every[:1]
@@ -322,11 +326,6 @@ class ReversibleSequence(nn.Module):
 
     def _blocks(self) -> list[Block]:
         return list(self.blocks)  # type: ignore[arg-type]
-
-    def _block(self, index: int) -> Block:
-        block = self.blocks[index]
-        assert isinstance(block, Block)
-        return block
 
     def extra_repr(self) -> str:
         modes = dict.fromkeys(self._plan.memory)

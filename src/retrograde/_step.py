@@ -73,6 +73,7 @@ class Step(nn.Module):
         if untaken := set(self.masks) - {parameter for parameter, _ in self.takes.pairs}:
             raise ValueError(f"masks names {sorted(untaken)}, which {self.name} does not take; it takes {self.takes}.")
         self._fit = getattr(self.coupling, "fit", None)
+        self.known: Any = None  # what tapes learn of the branch, for their own use
 
     def _check_wiring(self) -> None:
         if not self.sources:

@@ -19,15 +19,15 @@ NOTE [Rules of the tape]
  5. The last step of a call keeps its graph: the peak holds one step's graph anyway.
  6. A replay that saves other tensors than the first run did (in number, shape or dtype) is an error.
  7. Without grad mode there is no tape.
- 8. No reference cycle: kept tensors are detached, a handle is two numbers, and what a step
+ 8. No reference cycle: kept tensors are detached, a handle is a number, and what a step
     saved is forgotten when its forward ends, even by an exception.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,8 +35,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ._block import Block, Wire, advance, replaced
-from ._record import Call, Capture, Enough, Kept, Record, Stayed, capturing, leaf, rerun
-from ._replay import Habits, TakingTurns, edited_in_place
+from ._record import Call, Capture, Enough, Kept, Record, Stayed, capturing, leaf, packer, rerun, unedited
+from ._replay import Habits, Known, TakingTurns
 from ._step import Step, StepError, StreamName
 from ._streams import Streams
 from ._torch_private import has_forward_hooks, keeps_graph, set_grad_enabled
@@ -90,7 +90,11 @@ class Tape:
         self._block: Block | None = None
         self._streams: Streams = ()
         self._current: Record | None = None
-        self._pending: list[Tensor] = []
+        self._pending: list[Tensor] = []  # what the step that runs now has saved
+        self._versions: list[int] = []
+        self._strays: dict[int, tuple[Tensor, int]] = {}  # what hooks between two steps saved: not ours to rebuild
+        self._firsts: list[int] = []  # for each record, the first of its handles
+        self._next = 0  # the first handle that no record has
 
     def run(self, block: Block, streams: Streams, context: Mapping[str, Any]) -> tuple[Streams, Losses]:
         """Run one block forward under the tape."""
@@ -107,6 +111,7 @@ class Tape:
 
     def leave(self) -> None:
         """Take the hooks off; done by `close`, and where an exception ends the call."""
+        self._settle()
         hooks, self._hooks = self._hooks, None
         self._streams = ()
         self._block = None
@@ -114,7 +119,7 @@ class Tape:
             hooks.__exit__()
 
     def _open(self, streams: Streams) -> None:
-        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks = saved_tensors_hooks(packer(self._pending, self._versions), self._unpack)
         self._hooks.__enter__()
 
     def _advance(self, wire: Wire, streams: Streams, context: Mapping[str, Any]) -> tuple[Streams, Tensor | None]:
@@ -130,16 +135,17 @@ class Tape:
             with TakingTurns():
                 streams, aux = advance(wire, streams, context)
         else:
-            streams, aux = self._record(Record(block, wire, streams), streams, context)
+            streams, aux = self._record(Record(block, wire, streams, known(wire.step)), streams, context)
         self._streams = streams
         return streams, aux
 
     def _record(self, record: Record, streams: Streams, context: Mapping[str, Any]) -> tuple[Streams, Tensor | None]:
         """Run one step for the first time, with handles in the place of what autograd saves."""
-        wire, replay, ambient = record.wire, record.replay, self.call.ambient
+        wire, replay, ambient, habits = record.wire, record.replay, self.call.ambient, record.habits
         step, target = wire.step, streams[wire.target]
-        habits = habits_of(step, replay.training)
-        pending = self._pending = []
+        pending = self._pending
+        if pending:
+            self._settle()
         self._current = record
         try:
             replay.begin(ambient, habits)
@@ -147,58 +153,56 @@ class Tape:
             can_replay = replay.end(ambient, habits)
             record.branch_saves = len(pending)
             after = step.combine(target, update)
+            record.note_saved(pending, self._versions, step.known)
             if not can_replay:
                 record.stayed = Stayed(pending, target, after)
             self._verify(step, habits, target, update)
         finally:
             replay.leave()
             self._current = None
-            self._pending = []
+            first = self._next
+            self._next = first + len(pending)
+            pending.clear()
+            self._versions.clear()
         self.records.append(record)
+        self._firsts.append(first)
         return replaced(streams, wire.target, after), aux
+
+    def _settle(self) -> None:
+        """Put aside what was saved between two steps."""
+        for tensor, seen in zip(self._pending, self._versions, strict=True):
+            self._strays[self._next] = tensor.detach(), seen
+            self._next += 1
+        self._pending.clear()
+        self._versions.clear()
 
     def _verify(self, step: Step, habits: Habits, target: Tensor, update: Any) -> None:
         """A look at what a step did."""
 
-    def _pack(self, tensor: Tensor) -> tuple[Any, int]:
-        record = self._current
-        if record is None:  # a hook between two steps: not ours to rebuild
-            return tensor.detach(), tensor._version
-        pending = self._pending
-        pending.append(tensor)
-        record.versions.append(tensor._version)
-        record.shapes.append(tensor.shape)
-        record.dtypes.append(tensor.dtype)
-        return len(self.records), len(pending) - 1
-
-    def _unpack(self, handle: tuple[Any, int]) -> Tensor:
-        index, position = handle
+    def _unpack(self, handle: int) -> Tensor:
         capture = self._serving
-        if capture is None or index != capture.index:
-            return self._unpack_elsewhere(index, position)
+        if capture is None or not capture.first <= handle < capture.end:
+            return self._unpack_elsewhere(handle)
+        position = handle - capture.first
         tensor: Tensor | None = capture.tensors[position]
         if tensor is None:  # asked for twice: a node that reads its saved tensors again
-            return self._serve(index, position, clings=True)
+            return self._serve(capture.index, position, clings=True)
         if not capture.clings:
             capture.tensors[position] = None
-        if tensor._version != capture.versions[position]:
-            raise edited_in_place(f"a tensor of shape {tuple(tensor.shape)} inside a branch")
-        return tensor
+        return tensor if tensor._version == capture.versions[position] else unedited(tensor, -1)
 
-    def _unpack_elsewhere(self, index: Any, position: int) -> Tensor:
+    def _unpack_elsewhere(self, handle: int) -> Tensor:
         """Serve a tensor of another step than the last one served."""
-        tensor: Tensor
-        if isinstance(index, Tensor):
-            tensor, expected = index, position
-        elif self._current is not None and index == len(self.records):  # a branch that differentiates in its forward
-            tensor, expected = self._pending[position], self._current.versions[position]
-        elif (stayed := self.records[index].stayed) is not None:
-            tensor, expected = stayed.tensors[position], self.records[index].versions[position]
-        else:
-            return self._serve(index, position, clings=False)
-        if tensor._version != expected:
-            raise edited_in_place(f"a tensor of shape {tuple(tensor.shape)} inside a branch")
-        return tensor
+        if handle in self._strays:
+            return unedited(*self._strays[handle])
+        if handle >= self._next:  # a branch that differentiates in its forward
+            position = handle - self._next
+            return unedited(self._pending[position], self._versions[position])
+        index = bisect_right(self._firsts, handle) - 1
+        record, position = self.records[index], handle - self._firsts[index]
+        if record.stayed is not None:
+            return unedited(record.stayed.tensors[position], record.versions[position])
+        return self._serve(index, position, clings=False)
 
     def _serve(self, index: int, position: int, *, clings: bool) -> Tensor:
         with self._lock:
@@ -258,9 +262,9 @@ class CheckpointTape(Tape):
         filled: dict[int, Capture] = {}
         last = max(i for i, record in enumerate(self.records) if record.versions)
         for i, record in enumerate(self.records[: last + 1]):
-            habits = habits_of(record.wire.step, record.replay.training)
+            habits = record.habits
             stops = i == last and habits.repeats  # but not before the branch was seen to do the same to its end
-            filled[i] = Capture(i, record, stops_at=len(record.versions) if stops else -1)
+            filled[i] = Capture(i, self._firsts[i], record, stops_at=len(record.versions) if stops else -1)
             streams = self._redo(record, streams, filled[i])
             habits.repeats = True
         self._filled = filled
@@ -300,7 +304,7 @@ class ReverseTape(Tape):
             self._position += 1
         while self._position > index + 1:
             self._undo(None)
-        capture = Capture(index, self.records[index])
+        capture = Capture(index, self._firsts[index], self.records[index])
         if self._position == index:  # its input is known: run it once more
             self._redo(self.records[index], self._state, capture)
         else:
@@ -343,25 +347,12 @@ def _laid_out(stride: tuple[int, ...], tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-_HABITS: weakref.WeakKeyDictionary[Step, dict[bool, Habits]] = weakref.WeakKeyDictionary()
-
-
-def habits_of(step: Step, training: Sequence[bool]) -> Habits:
-    """What was learned of a step's branch in a training mode, given by the flags of its modules."""
-    by_mode = _HABITS.get(step)
-    if by_mode is None:
-        by_mode = _HABITS[step] = {}
-    mode = training[0] if training else True
-    habits = by_mode.get(mode)
-    if habits is None:
-        habits = by_mode[mode] = Habits()
-    return habits
-
-
-def watch_closely(step: Step) -> None:
-    """Expect a step's branch to draw from any generator, whatever was learned of it."""
-    for habits in _HABITS.get(step, {}).values():
-        habits.draws_rare = True
+def known(step: Step) -> Known:
+    """What was learned of a step in earlier calls."""
+    found: Known | None = step.known
+    if found is None:
+        found = step.known = Known()
+    return found
 
 
 def _check_untouched(expected: Streams, given: Streams, where: str) -> None:
