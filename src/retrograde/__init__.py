@@ -7,10 +7,13 @@ from ._block import midpoint as midpoint
 from ._block import momentum as momentum
 from ._block import transition as transition
 from ._block import two_stream as two_stream
+from ._decide import decide as decide
+from ._guard import DriftError as DriftError
+from ._guard import Guard as Guard
 from ._modalities import multimodal as multimodal
+from ._outputs import Outputs as Outputs
 from ._plan import Plan as Plan
 from ._replay import is_replaying as is_replaying
-from ._sequence import Outputs as Outputs
 from ._sequence import ReversibleSequence as ReversibleSequence
 from ._step import Step as Step
 

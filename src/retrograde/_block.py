@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
 from ._branch import TakesArgument
@@ -40,6 +41,11 @@ def retreat(wire: Wire, streams: Streams, context: Mapping[str, Any]) -> Streams
     step = wire.step
     if not step.invertible:
         raise StepError(f"{step.name} cannot be undone: {type(step.coupling).__name__} forgets its target.")
+    if step.forgets:
+        raise StepError(
+            f"{step.name} can only be undone in a backward pass, with the bits that {type(step.coupling).__name__} "
+            "kept aside in the forward pass. For inverse() use couplings.Scaled, whose inverse rounds."
+        )
     update, _ = step.update([streams[i] for i in wire.sources], step.takes.select(context))
     return replaced(streams, wire.target, step.coupling.separate(streams[wire.target], update))
 
@@ -84,6 +90,11 @@ class Block(nn.Module):
     @property
     def invertible(self) -> bool:
         return all(step.invertible for step in self.each_step())
+
+    @property
+    def exact(self) -> bool:
+        """Whether a step of the block works on a grid."""
+        return any(wire.step.exact for wire in self.wires(self.names))
 
     @property
     def has_aux(self) -> bool:
@@ -174,6 +185,7 @@ def two_stream(
     coupling: SupportsCoupling | None = None,
     takes: TakesArgument | Mapping[str, TakesArgument] = None,
     aux: Literal["f", "g"] | Sequence[Literal["f", "g"]] = (),
+    compute: torch.dtype | None = None,
 ) -> Block:
     """The block of RevNet and Reformer: `0 += f(1)`, then `1 += g(0)`.
 
@@ -182,6 +194,7 @@ def two_stream(
         takes: the context that both branches receive, as in `Step`; or `{"f": ..., "g": ...}`
             to say it for each of them. By default what their signatures name.
         aux: which of the two return `(update, auxiliary loss)`, as in `aux="f"` or `aux=("f", "g")`.
+        compute: the dtype that the branches compute in, if it is another than the streams'.
     """
     each = isinstance(takes, Mapping) and set(takes) <= {"f", "g"}
     by_branch: Mapping[str, Any] = cast("Mapping[str, Any]", takes) if each else {"f": takes, "g": takes}
@@ -189,7 +202,15 @@ def two_stream(
         raise ValueError(f"two_stream has the branches 'f' and 'g', but aux names {sorted(unknown)}.")
     return Block(
         *(
-            Step(branch, target, (source,), coupling=coupling, takes=by_branch.get(name), aux=_aux(name in aux))
+            Step(
+                branch,
+                target,
+                (source,),
+                coupling=coupling,
+                takes=by_branch.get(name),
+                aux=_aux(name in aux),
+                compute=compute,
+            )
             for branch, name, target, source in ((f, "f", 0, 1), (g, "g", 1, 0))
         )
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ._block import Block, Wire
+from ._decide import Decisions, begin, end
 from ._replay import Ambient, Known, Replay, Replaying, edited_in_place
 from ._step import StreamName
 from ._streams import Streams
@@ -105,8 +106,8 @@ class Record:
     shapes: list[torch.Size]
     dtypes: list[torch.dtype]
 
-    __slots__ = ("block", "branch_saves", "dtypes", "habits", "replay", "requires", "shapes", "stayed", "stride",
-                 "versions", "wire")  # fmt: skip
+    __slots__ = ("block", "branch_saves", "decisions", "dtypes", "habits", "replay", "requires", "shapes", "side",
+                 "stayed", "stride", "versions", "wire")  # fmt: skip
 
     def __init__(self, block: Block, wire: Wire, streams: Streams, known: Known) -> None:
         self.block = block
@@ -117,6 +118,8 @@ class Record:
         self.habits = known.habits(self.replay.survey.training)
         self.versions: list[int] = []  # of the saved tensors
         self.branch_saves = 0
+        self.side: Tensor | None = None  # what the coupling forgets of its target
+        self.decisions: list[tuple[Tensor, int]] | None = None
         self.stayed: Stayed | None = None
 
     def note_saved(self, tensors: list[Tensor], versions: list[int], known: Known) -> None:
@@ -269,6 +272,8 @@ def _rerun_branch(
     sources = [streams[i] for i in record.wire.sources]
     kwargs = step.takes.select(context) if context else context
     hooks = capturing(capture)
+    if record.decisions is not None:
+        hooks = _deciding(record.decisions, hooks)
     if replay.is_quiet():
         with hooks:
             update = step.update_again(replay.branch, sources, kwargs)
@@ -279,6 +284,17 @@ def _rerun_branch(
             update = step.update_again(replay.branch, sources, kwargs)
         replay.check_draws()
         then(update)
+
+
+@contextmanager
+def _deciding(taken: list[tuple[Tensor, int]], hooks: AbstractContextManager[None]) -> Iterator[None]:
+    """A context in which a branch decides what it did before."""
+    begin(Decisions(taken))
+    try:
+        with hooks:
+            yield
+    finally:
+        end()
 
 
 def capturing(capture: Capture | None) -> AbstractContextManager[None]:

@@ -2,75 +2,26 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ._block import Block
-from ._plan import Memory, Plan, as_plan, segments
+from ._context import check_masks, check_names
+from ._drift import place_anchors
+from ._drive import FindProbe, Runner, drive, runner_for
+from ._exactness import check_all_exact, make_exact, make_ordinary, rescaling
+from ._guard import Guard, Sampled, Watch
+from ._outputs import Outputs
+from ._plan import Memory, Plan, as_plan
 from ._record import Call
-from ._step import StepError, StreamName
+from ._step import StepError, StreamName, check_choice
 from ._streams import Merge, Split, Streams, check_merge, check_split, dense, merge_streams, split_tensor
-from ._tape import CheckpointTape, Losses, Plain, ReverseTape, known
-from ._torch_private import inside_function_transform
+from ._structure import check_blocks, groups_of, names_of, positions, probabilities
 
 Input = Tensor | Sequence[Tensor] | Mapping[Any, Tensor]
-Runner = Plain | CheckpointTape | ReverseTape
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def outside_compiled_graphs(method: Method) -> Method:
-    """Keep a compiler that traces the caller out of `method`; branches that were compiled themselves stay so.
-
-    Compiled whole, the first run would be fused and the replay not, and saved tensors would differ.
-    The compiler is only imported if it is at work.
-    """
-    disabled: list[Any] = []
-
-    @functools.wraps(method)
-    def inner(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
-            return method(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(method))
-        return disabled[0](*args, **kwargs)
-
-    return cast("Method", inner)
-
-
-class Outputs(tuple[Tensor, ...]):
-    """The streams after a stack: a tuple, with names where the streams have names.
-
-    Attributes:
-        names: the streams' names, or their positions.
-        aux: the sum of all auxiliary losses, or None if no block has one.
-        aux_by_block: for each block that ran and has them, its auxiliary losses.
-        hidden: the streams after each block that was asked for.
-    """
-
-    names: tuple[StreamName, ...]
-    aux: Tensor | None
-    aux_by_block: dict[int, Losses]
-    hidden: dict[int, Streams]
-
-    def __new__(cls, streams: Iterable[Tensor], names: tuple[StreamName, ...]) -> Outputs:
-        outputs = super().__new__(cls, streams)
-        outputs.names = names
-        outputs.aux = None
-        outputs.aux_by_block = {}
-        outputs.hidden = {}
-        return outputs
-
-    def __getnewargs__(self) -> tuple[tuple[Tensor, ...], tuple[StreamName, ...]]:
-        return tuple(self), self.names
-
-    def named(self) -> dict[StreamName, Tensor]:
-        """The streams by name."""
-        return dict(zip(self.names, self, strict=True))
 
 
 class ReversibleSequence(nn.Module):
@@ -85,6 +36,15 @@ class ReversibleSequence(nn.Module):
         dim: the dimension that is split and merged.
         memory: "reverse", "checkpoint" or "store", a list with one of them for each block, or
             a `Plan`. It decides how the backward pass gets its activations, never what is computed.
+        exact: True puts the streams on a grid on which the inverse is exact to the bit (see `couplings.Exact`); a
+            number gives the grid's bits.
+        overflow: what to do when a stream leaves the range of its grid: "raise", or "rescale": take a coarser grid
+            and start the call again, with a warning.
+        stream_dtype: the dtype of the streams, if it is another than the input's: float32 around branches of lower
+            precision. The merged output has the input's dtype again.
+        drift: place anchors, on the first training call, so that no rebuilt stream is relatively further from the
+            true one than this.
+        guard: compare a rebuilt stream with the true one now and then, in training.
         layer_drop: the probability with which a block is left out of a call in training, for all
             blocks or one for each. If all would drop, the first is kept. Nothing is rescaled.
 
@@ -104,23 +64,35 @@ class ReversibleSequence(nn.Module):
         merge: Merge | None = "mean",
         dim: int = -1,
         memory: Memory | Sequence[Memory] | Plan = "reverse",
+        exact: bool | int = False,
+        overflow: Literal["raise", "rescale"] = "raise",
+        stream_dtype: torch.dtype | None = None,
+        drift: float | None = None,
+        guard: Guard | None = None,
         layer_drop: float | Sequence[float] = 0.0,
     ) -> None:
         super().__init__()
         blocks = list(blocks)
         check_split(split)
         check_merge(merge)
-        _check_blocks(blocks)
+        check_blocks(blocks)
         self.blocks = nn.ModuleList(blocks)
         self.split: Split = split
         self.merge: Merge | None = merge
         self.dim = dim
-        self.names = _names_of(blocks)
+        self.names = names_of(blocks)
         for block in blocks:
             block.wires(self.names)
-        self.groups = _groups_of(blocks, self.names)
-        self.layer_drop = _probabilities(layer_drop, len(blocks))
+        self.groups = groups_of(blocks, self.names)
+        self.layer_drop = probabilities(layer_drop, len(blocks))
+        self.stream_dtype = stream_dtype
+        self.overflow = check_choice("overflow", overflow, ("raise", "rescale"))
+        if exact is not False:
+            self.exact = exact
+        check_all_exact(blocks)
         self._plan = as_plan(memory, blocks)
+        self._watch = None if guard is None else Watch(guard)
+        self._drift = drift
         self._checked: set[frozenset[str]] = set()
 
     @property
@@ -131,6 +103,18 @@ class ReversibleSequence(nn.Module):
     @memory.setter
     def memory(self, memory: Memory | Sequence[Memory] | Plan) -> None:
         self._plan = as_plan(memory, self._blocks())
+
+    @property
+    def exact(self) -> bool:
+        """Whether the streams are on a grid. Assign True, False, or the grid's bits."""
+        return any(block.exact for block in self._blocks())
+
+    @exact.setter
+    def exact(self, exact: bool | int) -> None:
+        if exact is False:
+            make_ordinary(self._blocks())
+        else:
+            make_exact(self._blocks(), None if exact is True else exact)
 
     def forward(
         self, x: Input, /, *, memory: Memory | Sequence[Memory] | Plan | None = None, **context: Any
@@ -145,7 +129,7 @@ class ReversibleSequence(nn.Module):
             context: what branches take by name; tensors in it are differentiable inputs.
         """
         outputs = self.run(x, memory=memory, **context)
-        merged = self._merged(outputs)
+        merged = self._merged(outputs if self.stream_dtype is None else _in_dtype_of(x, outputs))
         return (merged, outputs.aux) if outputs.aux is not None else merged
 
     def run(
@@ -164,9 +148,12 @@ class ReversibleSequence(nn.Module):
         """
         plan = self._plan if memory is None else as_plan(memory, self._blocks())
         self._check_context(context)
-        wanted = _positions(hidden, len(self.blocks))
+        wanted = positions(hidden, len(self.blocks))
         streams = self._streams_of(x)
-        self._check_masks(context, streams)
+        if context:
+            check_masks(self._blocks(), self.names, context, streams)
+        if self._drift is not None and memory is None and torch.is_grad_enabled():
+            plan = self._place_anchors(streams, context, self._drift)
         outputs = self._drive(plan, streams, context, wanted)
         if outputs.aux_by_block or (self._drops() and any(b.has_aux for b in self._blocks())):
             losses = [loss for found in outputs.aux_by_block.values() for loss in found]
@@ -186,58 +173,35 @@ class ReversibleSequence(nn.Module):
             try:
                 streams = block.inverse(streams, context, self.names)
             except StepError as error:
-                raise StepError(f"Block {i}: {error}") from None
+                raise error.at(i) from None
         return Outputs(streams, self.names)
 
-    @outside_compiled_graphs
     def _drive(self, plan: Plan, streams: Streams, context: Mapping[str, Any], hidden: set[int]) -> Outputs:
-        call = None
-        taped = torch.is_grad_enabled() and not inside_function_transform() and not torch.compiler.is_exporting()
-        if taped and set(plan.memory) != {"store"}:
-            call = Call(self.names, streams, context)
-        outputs, aux, states = streams, {}, {}
-        parts = list(segments(plan, self._running()))
-        every = self._blocks()
-        for part in parts:
-            blocks = [every[i] for i in part.blocks]
-            runner = self._runner(part.memory, call, blocks, keeps_last=part is parts[-1])
-            try:
-                for i, block in zip(part.blocks, blocks, strict=True):
-                    running = i
-                    outputs, losses = runner.run(block, outputs, context)
-                    if losses:
-                        aux[i] = losses
-                    if i in hidden:
-                        states[i] = outputs
-                runner.close(outputs)
-            except StepError as error:
-                raise StepError(f"Block {running}: {error}") from None
-            finally:
-                runner.leave()
-        if call is not None and call.ambient.drew_unseen:
-            self._relearn()
-        result = Outputs(outputs, self.names)
-        result.aux_by_block, result.hidden = aux, states
-        return result
+        blocks, running = self._blocks(), self._running()
 
-    def _runner(self, memory: Memory, call: Call | None, blocks: list[Block], *, keeps_last: bool) -> Runner:
-        if call is None or memory == "store":
-            return Plain(call, self.names)
-        steps = sum(len(block.steps) for block in blocks) - keeps_last
-        return ReverseTape(call, steps) if memory == "reverse" else CheckpointTape(call, steps)
+        def run() -> Outputs:
+            return drive(
+                blocks, self.names, plan, running, streams, context,
+                hidden=hidden, find_probe=find_probe, make_runner=self._runner,
+            )  # fmt: skip
 
-    def _relearn(self) -> None:
-        """Python's or NumPy's generator moved, and no branch was known to use it: watch all in the next call."""
-        for block in self._blocks():
-            for step in block.each_step():
-                known(step).expect_draws()
-        warnings.warn(
-            "Python's or NumPy's global random generator was drawn from during a call of a ReversibleSequence, where "
-            "its branches had not done so before. If a branch drew from it now, the draw was not recorded and this "
-            "call's gradients are wrong; later calls record it. A draw of another thread does no harm.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        find_probe = self._guarded(plan, running)
+        if self.overflow == "raise" or not self.exact:
+            return run()
+        return rescaling(blocks, list(dict.fromkeys(s.device for s in streams)), run)
+
+    def _runner(
+        self, memory: Memory, call: Call | None, names: tuple[StreamName, ...], blocks: list[Block], *, keeps_last: bool
+    ) -> Runner:
+        return runner_for(memory, call, names, blocks, keeps_last=keeps_last)
+
+    def _guarded(self, plan: Plan, running: list[int]) -> FindProbe | None:
+        """In a call that the guard is due in, who looks at which block."""
+        if self._watch is None or not torch.is_grad_enabled():
+            return None
+        watch = self._watch
+        due = watch.due([i for i in running if plan.memory[i] == "reverse"])
+        return lambda block, streams: Sampled(watch, block, streams) if block == due else None
 
     def _drops(self) -> bool:
         return self.training and any(self.layer_drop)
@@ -261,7 +225,16 @@ class ReversibleSequence(nn.Module):
             for name, members in self.groups.items()
         }
 
+    def _place_anchors(self, streams: Streams, context: Mapping[str, Any], tolerance: float) -> Plan:
+        self._drift = None  # measured once
+        self._plan = place_anchors(self._blocks(), self.names, self._plan, streams, context, tolerance=tolerance)
+        return self._plan
+
     def _streams_of(self, x: Input) -> Streams:
+        streams = self._split(x)
+        return streams if self.stream_dtype is None else tuple(s.to(self.stream_dtype) for s in streams)
+
+    def _split(self, x: Input) -> Streams:
         if isinstance(x, Tensor):
             if self.groups:
                 raise ValueError(
@@ -293,36 +266,11 @@ class ReversibleSequence(nn.Module):
         return [x[name] for name in self.names]
 
     def _check_context(self, context: Mapping[str, Any]) -> None:
-        """Every name is taken by somebody, and nobody lacks one; checked once for each set of names."""
+        """Checked once for each set of names."""
         given = frozenset(context)
-        if given in self._checked:
-            return
-        steps = [(i, step) for i, block in enumerate(self._blocks()) for step in block.each_step()]
-        taken = frozenset().union(*(step.takes.names() for _, step in steps))
-        if given - taken and not any(step.takes.everything for _, step in steps):
-            listing = "; ".join(f"block {i} {step.name}: {step.takes}" for i, step in steps)
-            raise TypeError(f"No branch takes the context {sorted(given - taken)}. What each takes: {listing}.")
-        for i, step in steps:
-            if missing := step.takes.required - given:
-                raise TypeError(
-                    f"Block {i}: {step.name} needs the context {sorted(missing)}, but the call gave "
-                    f"{sorted(given) or 'none'}. Pass it by name, or give the branch's parameter a default."
-                )
-        self._checked.add(given)
-
-    def _check_masks(self, context: Mapping[str, Any], streams: Streams) -> None:
-        """Masks cover the leading dimensions of their streams; a wrong one would broadcast, or fail far inside."""
-        for i, block in enumerate(self._blocks() if context else ()):
-            for step in (step for step in block.each_step() if step.masks):
-                names = dict(step.takes.pairs)
-                for parameter, stream in step.masks.items():
-                    mask = context.get(names[parameter])
-                    shape = streams[self.names.index(stream)].shape
-                    if isinstance(mask, Tensor) and mask.shape != shape[: mask.ndim]:
-                        raise ValueError(
-                            f"Block {i}, {step.name}: {names[parameter]} has shape {tuple(mask.shape)}, but the stream "
-                            f"{stream!r} of shape {tuple(shape)} needs {tuple(shape[: max(mask.ndim, 1)])}."
-                        )
+        if given not in self._checked:
+            check_names(self._blocks(), given)
+            self._checked.add(given)
 
     def _blocks(self) -> list[Block]:
         return list(self.blocks)  # type: ignore[arg-type]
@@ -333,49 +281,7 @@ class ReversibleSequence(nn.Module):
         return f"split={self.split!r}, merge={self.merge!r}, dim={self.dim}, memory={memory!r}"
 
 
-def _check_blocks(blocks: list[Any]) -> None:
-    if not blocks:
-        raise ValueError("A reversible sequence needs at least one block.")
-    for i, block in enumerate(blocks):
-        if not isinstance(block, Block):
-            raise TypeError(
-                f"Block {i} is a {type(block).__name__}, not a retrograde.Block. "
-                "Make one of two branches with retrograde.two_stream(f, g)."
-            )
-
-
-def _names_of(blocks: list[Block]) -> tuple[StreamName, ...]:
-    kinds = {isinstance(name, str) for block in blocks for name in block.names}
-    if len(kinds) > 1:
-        raise ValueError("Some blocks name their streams and others number them; choose one for the whole sequence.")
-    if kinds == {False}:
-        return tuple(range(max(len(block.names) for block in blocks)))
-    return tuple(dict.fromkeys(name for block in blocks for name in block.names))
-
-
-def _groups_of(blocks: list[Block], names: tuple[StreamName, ...]) -> dict[str, tuple[str, ...]]:
-    groups: dict[str, tuple[str, ...]] = {}
-    for block in blocks:
-        for name, members in block.groups.items():
-            if groups.setdefault(name, members) != members:
-                raise ValueError(f"Blocks disagree on the streams of {name!r}: {groups[name]} and {members}.")
-    left = [n for n in names if not any(n in members for members in groups.values())]
-    if groups and left:
-        raise ValueError(f"The streams {left} belong to none of the groups {groups}; put each stream into one.")
-    return groups
-
-
-def _probabilities(layer_drop: float | Sequence[float], count: int) -> list[float]:
-    each = [float(layer_drop)] * count if isinstance(layer_drop, (int, float)) else [float(p) for p in layer_drop]
-    if len(each) != count or not all(0 <= p <= 1 for p in each):
-        raise ValueError(
-            f"layer_drop={layer_drop!r}: give a probability from 0 to 1, or one for each of {count} blocks."
-        )
-    return each
-
-
-def _positions(blocks: Sequence[int], count: int) -> set[int]:
-    outside = [i for i in blocks if not -count <= i < count]
-    if outside:
-        raise ValueError(f"hidden={list(blocks)}: the stack has {count} blocks, so {outside} name none.")
-    return {i % count for i in blocks}
+def _in_dtype_of(x: Input, outputs: Outputs) -> Outputs:
+    """The outputs in the dtype of the input they came from."""
+    given = x if isinstance(x, Tensor) else next(iter(x.values() if isinstance(x, Mapping) else x))
+    return outputs.after(tuple(s.to(given.dtype) for s in outputs))

@@ -10,13 +10,24 @@ from torch import Tensor, nn
 
 from ._branch import TakesArgument, find_takes, name_of
 from ._torch_private import versions
-from .couplings import Additive, SupportsCoupling
+from .couplings import Additive, OutOfRangeError, SupportsCoupling
 
 StreamName = int | str
 
 
 class StepError(ValueError):
-    """A step met something it cannot work with; the message names the block and the branch."""
+    """A step met something it cannot work with; the message names the block and the branch.
+
+    `bits` is the grid that would have held a stream that left its range (see `couplings.Exact`).
+    """
+
+    bits: int | None = None
+
+    def at(self, block: int) -> StepError:
+        """The same error, with the number of the block."""
+        error = StepError(f"Block {block}: {self}")
+        error.bits = self.bits
+        return error
 
 
 class Step(nn.Module):
@@ -35,6 +46,7 @@ class Step(nn.Module):
         masks: which of the branch's parameters are masks over the leading dimensions (batch, length …)
             of a stream; their shape is checked before anything runs.
         aux: "loss" for a branch that returns `(update, auxiliary loss)`.
+        compute: the dtype that the branch computes in, if it is another than the streams': its sources are cast to it.
         name: what to call this step in messages; the branch's class by default.
     """
 
@@ -50,30 +62,38 @@ class Step(nn.Module):
         reads: Literal["each", "sum"] = "each",
         masks: Mapping[str, StreamName] | None = None,
         aux: Literal["none", "loss"] = "none",
+        compute: torch.dtype | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__()
         if not callable(branch):
             raise TypeError(f"A step's branch must be a module or a callable, not {branch!r}.")
-        self.coupling: Any = Additive() if coupling is None else coupling
-        if not isinstance(self.coupling, SupportsCoupling):
-            raise TypeError(f"coupling={coupling!r} has no combine and separate; see retrograde.couplings.")
-        self.invertible = bool(getattr(self.coupling, "invertible", True))
+        self.couple(Additive() if coupling is None else coupling)
         self.target = target
         self.sources = (sources,) if isinstance(sources, (int, str)) else tuple(sources)
         self._check_wiring()
-        _check_choice("reads", reads, ("each", "sum"))
-        _check_choice("aux", aux, ("none", "loss"))
+        check_choice("reads", reads, ("each", "sum"))
+        check_choice("aux", aux, ("none", "loss"))
         self.branch = branch
         self.reads = reads
         self.aux = aux
+        self.compute = compute
         self.takes = find_takes(branch, takes, 1 if reads == "sum" else len(self.sources))
         self.name = name or name_of(branch)
         self.masks = dict(masks or {})
         if untaken := set(self.masks) - {parameter for parameter, _ in self.takes.pairs}:
             raise ValueError(f"masks names {sorted(untaken)}, which {self.name} does not take; it takes {self.takes}.")
-        self._fit = getattr(self.coupling, "fit", None)
-        self.known: Any = None  # what tapes learn of the branch, for their own use
+
+    def couple(self, coupling: SupportsCoupling) -> None:
+        """Give the step another coupling."""
+        if not isinstance(coupling, SupportsCoupling):
+            raise TypeError(f"coupling={coupling!r} has no combine and separate; see retrograde.couplings.")
+        self.coupling: Any = coupling
+        self.invertible = bool(getattr(coupling, "invertible", True))
+        self.exact = bool(getattr(coupling, "exact", False))
+        self.forgets = hasattr(coupling, "side")
+        self._fit = getattr(coupling, "fit", None)
+        self.known: Any = None  # what tapes learn of the step, for their own use
 
     def _check_wiring(self) -> None:
         if not self.sources:
@@ -87,7 +107,7 @@ class Step(nn.Module):
     def update(self, sources: list[Tensor], kwargs: Mapping[str, Any]) -> tuple[Any, Tensor | None]:
         """Run the branch: its update, and its auxiliary loss if it has one."""
         before = versions(sources)
-        result = self.branch(*sources, **kwargs) if self.reads == "each" else self.branch(total(sources), **kwargs)
+        result = self.branch(*self._read(sources), **kwargs)
         if versions(sources) != before:
             raise StepError(
                 f"{self.name} edited one of its sources in place. The step leaves its sources as they are, and its "
@@ -97,14 +117,25 @@ class Step(nn.Module):
 
     def update_again(self, branch: Callable[..., Any], sources: list[Tensor], kwargs: Mapping[str, Any]) -> Any:
         """Run the branch of an earlier call once more, for its update alone; the first run has made the checks."""
-        result = branch(*sources, **kwargs) if self.reads == "each" else branch(total(sources), **kwargs)
+        result = branch(*self._read(sources), **kwargs)
         return result if self.aux == "none" else result[0]
+
+    def _read(self, sources: list[Tensor]) -> list[Tensor]:
+        """The sources as the branch gets them."""
+        if self.reads == "sum":
+            sources = [total(sources)]
+        return sources if self.compute is None else [s.to(self.compute) for s in sources]
 
     def combine(self, target: Tensor, update: Any) -> Tensor:
         """The stream after the step, checked against the stream before it."""
         if self._fit is not None and (complaint := self._fit(target, update)) is not None:
             raise StepError(f"{self.name} {complaint} (stream {self.target!r}).")
-        combined: Tensor = self.coupling.combine(target, update)
+        try:
+            combined: Tensor = self.coupling.combine(target, update)
+        except OutOfRangeError as error:
+            raised = StepError(f"{self.name}: stream {self.target!r} {error}")
+            raised.bits = error.bits
+            raise raised from None
         if self.invertible and (combined.dtype != target.dtype or combined.shape != target.shape):
             raise StepError(self._misfit(target, combined))
         return combined
@@ -156,6 +187,8 @@ def total(sources: list[Tensor]) -> Tensor:
     return result
 
 
-def _check_choice(option: str, given: str, known: tuple[str, ...]) -> None:
+def check_choice(option: str, given: str, known: tuple[str, ...]) -> str:
+    """The value given for an option, if it is one of those that are known."""
     if given not in known:
         raise ValueError(f"{option}={given!r} is not known; choose one of {', '.join(map(repr, known))}.")
+    return given

@@ -28,20 +28,27 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ._block import Block, Wire, advance, replaced
+from ._decide import Decisions, begin, end
 from ._record import Call, Capture, Enough, Kept, Record, Stayed, capturing, leaf, packer, rerun, unedited
-from ._replay import Habits, Known, TakingTurns
+from ._replay import Known, TakingTurns
 from ._step import Step, StepError, StreamName
 from ._streams import Streams
 from ._torch_private import has_forward_hooks, keeps_graph, set_grad_enabled
 
 Losses = tuple[Tensor, ...]
+
+
+class Probe(Protocol):
+    """Sees the streams before a block when they have been rebuilt, and says with which to go on."""
+
+    def rebuilt(self, streams: Streams) -> Streams: ...
 
 
 class Plain:
@@ -89,7 +96,7 @@ class Tape:
         self._hooks: saved_tensors_hooks | None = None
         self._block: Block | None = None
         self._streams: Streams = ()
-        self._current: Record | None = None
+        self._decisions = Decisions()
         self._pending: list[Tensor] = []  # what the step that runs now has saved
         self._versions: list[int] = []
         self._strays: dict[int, tuple[Tensor, int]] = {}  # what hooks between two steps saved: not ours to rebuild
@@ -146,7 +153,7 @@ class Tape:
         pending = self._pending
         if pending:
             self._settle()
-        self._current = record
+        begin(self._decisions)
         try:
             replay.begin(ambient, habits)
             update, aux = step.update([streams[i] for i in wire.sources], step.takes.select(context) if context else {})
@@ -154,12 +161,14 @@ class Tape:
             record.branch_saves = len(pending)
             after = step.combine(target, update)
             record.note_saved(pending, self._versions, step.known)
+            if self._decisions.taken:
+                record.decisions, self._decisions = self._decisions.taken, Decisions()
             if not can_replay:
                 record.stayed = Stayed(pending, target, after)
-            self._verify(step, habits, target, update)
+            self._verify(record, target, update)
         finally:
             replay.leave()
-            self._current = None
+            end()
             first = self._next
             self._next = first + len(pending)
             pending.clear()
@@ -176,7 +185,7 @@ class Tape:
         self._pending.clear()
         self._versions.clear()
 
-    def _verify(self, step: Step, habits: Habits, target: Tensor, update: Any) -> None:
+    def _verify(self, record: Record, target: Tensor, update: Any) -> None:
         """A look at what a step did."""
 
     def _unpack(self, handle: int) -> Tensor:
@@ -276,6 +285,12 @@ class ReverseTape(Tape):
     _end: Kept | None = None
     _state: Streams = ()
     _position: int = -1  # the streams in _state are those before the step of this number
+    _probes: dict[int, Probe] | None = None
+
+    def watch(self, probe: Probe | None) -> None:
+        """Have `probe` see the streams that the next block is given, when they are rebuilt."""
+        if probe is not None:
+            self._probes = {**(self._probes or {}), len(self.records): probe}
 
     def run(self, block: Block, streams: Streams, context: Mapping[str, Any]) -> tuple[Streams, Losses]:
         streams, losses = super().run(block, streams, context)
@@ -288,7 +303,10 @@ class ReverseTape(Tape):
             self.leave()
             self._end = Kept(tuple(s.detach() for s in streams))
 
-    def _verify(self, step: Step, habits: Habits, target: Tensor, update: Any) -> None:
+    def _verify(self, record: Record, target: Tensor, update: Any) -> None:
+        step, habits = record.wire.step, record.habits
+        if step.forgets:
+            record.side = step.coupling.side(target)
         if not habits.verified:
             if not type(step.coupling).__module__.startswith("retrograde."):
                 step.check_inverse(target, update)
@@ -326,7 +344,10 @@ class ReverseTape(Tape):
         def separate(update: Any) -> None:
             set_grad_enabled(False)
             try:
-                before = coupling.separate(state[target], update)
+                if record.side is None:
+                    before = coupling.separate(state[target], update)
+                else:
+                    before = coupling.separate(state[target], update, record.side)
             finally:
                 set_grad_enabled(True)
             if before.stride() != record.stride:
@@ -340,6 +361,8 @@ class ReverseTape(Tape):
         if capture is not None:
             capture.check((*start, *result))
         self._state, self._position = replaced(state, target, result[0]), index
+        if self._probes is not None and index in self._probes:
+            self._state = self._probes[index].rebuilt(self._state)
 
 
 def _laid_out(stride: tuple[int, ...], tensor: Tensor) -> Tensor:

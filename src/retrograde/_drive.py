@@ -1,0 +1,131 @@
+"""Run blocks forward, each part of them under the tape that the memory plan names."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+
+from ._block import Block
+from ._exactness import on_grid
+from ._outputs import Outputs
+from ._plan import Memory, Plan, segments
+from ._record import Call
+from ._step import StepError, StreamName
+from ._streams import Streams
+from ._tape import CheckpointTape, Plain, Probe, ReverseTape, known
+from ._torch_private import inside_function_transform
+
+Runner = Plain | CheckpointTape | ReverseTape
+MakeRunner = Callable[..., Runner]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class FindProbe(Protocol):
+    """Says who is to see a block's input again when it is rebuilt, if anybody."""
+
+    def __call__(self, block: int, streams: Streams) -> Probe | None: ...
+
+
+def outside_compiled_graphs(method: Method) -> Method:
+    """Keep a compiler that traces the caller out of `method`; branches that were compiled themselves stay so.
+
+    Compiled whole, the first run would be fused and the replay not, and saved tensors would differ.
+    The compiler is only imported if it is at work.
+    """
+    disabled: list[Any] = []
+
+    @functools.wraps(method)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+            return method(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(method))
+        return disabled[0](*args, **kwargs)
+
+    return cast("Method", inner)
+
+
+@outside_compiled_graphs
+def drive(
+    blocks: Sequence[Block],
+    names: tuple[StreamName, ...],
+    plan: Plan,
+    running: Sequence[int],
+    streams: Streams,
+    context: Mapping[str, Any],
+    *,
+    hidden: set[int] | None = None,
+    find_probe: FindProbe | None = None,
+    make_runner: MakeRunner | None = None,
+) -> Outputs:
+    """Run the blocks of a call.
+
+    Args:
+        running: the blocks that run; the others were dropped.
+        hidden: the blocks after which the streams are wanted.
+        find_probe: who looks at a reversed block's input.
+        make_runner: what runs consecutive blocks of one memory mode; a tape that fits it, unless given.
+    """
+    call = None
+    taped = torch.is_grad_enabled() and not inside_function_transform() and not torch.compiler.is_exporting()
+    if taped and set(plan.memory) != {"store"}:
+        call = Call(names, streams, context)
+    outputs = Outputs(streams, names)
+    aux, states, exact = outputs.aux_by_block, outputs.hidden, False
+    parts = list(segments(plan, running))
+    for part in parts:
+        here = [blocks[i] for i in part.blocks]
+        runner = (make_runner or runner_for)(part.memory, call, names, here, keeps_last=part is parts[-1])
+        try:
+            for i, block in zip(part.blocks, here, strict=True):
+                at = i
+                if block.exact and not exact:
+                    streams = on_grid(block, names, streams)
+                exact = block.exact
+                if find_probe is not None and isinstance(runner, ReverseTape):
+                    runner.watch(find_probe(i, streams))
+                streams, losses = runner.run(block, streams, context)
+                if losses:
+                    aux[i] = losses
+                if hidden and i in hidden:
+                    states[i] = streams
+            runner.close(streams)
+        except StepError as error:
+            raise error.at(at) from None
+        finally:
+            runner.leave()
+    if call is not None and call.ambient.drew_unseen:
+        _relearn(blocks)
+    return outputs.after(streams)
+
+
+def runner_for(
+    memory: Memory, call: Call | None, names: tuple[StreamName, ...], blocks: list[Block], *, keeps_last: bool
+) -> Runner:
+    """The tape for consecutive blocks of one memory mode, or none at all.
+
+    Args:
+        keeps_last: whether their last step keeps its graph.
+    """
+    if call is None or memory == "store":
+        return Plain(call, names)
+    steps = sum(len(block.steps) for block in blocks) - keeps_last
+    return ReverseTape(call, steps) if memory == "reverse" else CheckpointTape(call, steps)
+
+
+def _relearn(blocks: Sequence[Block]) -> None:
+    """Python's or NumPy's generator moved, and no branch was known to use it: watch all in the next call."""
+    for block in blocks:
+        for step in block.each_step():
+            known(step).expect_draws()
+    warnings.warn(
+        "Python's or NumPy's global random generator was drawn from during a call of a ReversibleSequence, where "
+        "its branches had not done so before. If a branch drew from it now, the draw was not recorded and this "
+        "call's gradients are wrong; later calls record it. A draw of another thread does no harm.",
+        RuntimeWarning,
+        stacklevel=5,
+    )
