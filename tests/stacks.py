@@ -25,7 +25,7 @@ Pair = tuple[Callable[..., Any], Callable[..., Any]]
 def memory_of(name: str, depth: int) -> Any:
     """The `memory` argument that a name in MEMORIES stands for."""
     if name == "mixed":
-        return [("reverse", "reverse", "checkpoint", "store", "checkpoint")[i % 5] for i in range(depth)]
+        return [("reverse", "reverse", "checkpoint", "store", "offload")[i % 5] for i in range(depth)]
     if name == "anchored":
         return rg.Plan(("reverse",) * depth, anchors=frozenset(range(1, depth, 2)))
     return name

@@ -33,18 +33,22 @@ RANKS = {
     "_fused": 3,
     "_record": 4,
     "_tape": 5,
+    "_offload": 5,
+    "_partial": 0,
     "_plan": 6,
     "_drive": 7,
     "_drift": 8,
     "_sequence": 9,
-    "_fit": 10,
+    "_trial": 10,
+    "_fit": 11,
     "models": 10,
     "diagnose": 10,
+    "planning": 11,
     "adapters": 11,
     "cli": 12,
 }
 # Tools that look at a run from outside: the code they look at does not know of them.
-SEEN_ONLY_BY = {"diagnose": {"diagnose", "cli"}}
+SEEN_ONLY_BY = {"diagnose": {"diagnose", "planning", "cli"}}
 
 PUBLIC = {
     PACKAGE / "__init__.py": {

@@ -11,9 +11,11 @@ import torch
 
 from ._block import Block
 from ._exactness import on_grid
+from ._offload import Offloaded
 from ._outputs import Outputs
-from ._plan import Memory, Plan, segments
-from ._record import Call
+from ._partial import attention_kept
+from ._plan import INVERTING, Memory, Plan, segments
+from ._record import Call, Kept
 from ._step import StepError, StreamName
 from ._streams import Streams
 from ._tape import CheckpointTape, Plain, Probe, ReverseTape, known
@@ -114,7 +116,9 @@ def runner_for(
     if call is None or memory == "store":
         return Plain(call, names)
     steps = sum(len(block.steps) for block in blocks) - keeps_last
-    return ReverseTape(call, steps) if memory == "reverse" else CheckpointTape(call, steps)
+    if memory in INVERTING:
+        return ReverseTape(call, steps, partial=attention_kept if memory == "partial" else None)
+    return CheckpointTape(call, steps, keep=Offloaded if memory == "offload" else Kept)
 
 
 def _relearn(blocks: Sequence[Block]) -> None:

@@ -107,7 +107,7 @@ class Record:
     dtypes: list[torch.dtype]
 
     __slots__ = ("block", "branch_saves", "decisions", "dtypes", "habits", "replay", "requires", "shapes", "side",
-                 "stayed", "stride", "versions", "wire")  # fmt: skip
+                 "stayed", "stride", "taking", "versions", "wire")  # fmt: skip
 
     def __init__(self, block: Block, wire: Wire, streams: Streams, known: Known) -> None:
         self.block = block
@@ -120,6 +120,7 @@ class Record:
         self.branch_saves = 0
         self.side: Tensor | None = None  # what the coupling forgets of its target
         self.decisions: list[tuple[Tensor, int]] | None = None
+        self.taking: AbstractContextManager[Any] | None = None  # for one replay: it takes results that were kept
         self.stayed: Stayed | None = None
 
     def note_saved(self, tensors: list[Tensor], versions: list[int], known: Known) -> None:
@@ -274,6 +275,8 @@ def _rerun_branch(
     hooks = capturing(capture)
     if record.decisions is not None:
         hooks = _deciding(record.decisions, hooks)
+    if record.taking is not None:
+        hooks, record.taking = _both(record.taking, hooks), None
     if replay.is_quiet():
         with hooks:
             update = step.update_again(replay.branch, sources, kwargs)
@@ -297,12 +300,18 @@ def _deciding(taken: list[tuple[Tensor, int]], hooks: AbstractContextManager[Non
         end()
 
 
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
 def capturing(capture: Capture | None) -> AbstractContextManager[None]:
     """A context in which what autograd saves goes to `capture`; any context if there is none."""
-    return _NO_HOOKS if capture is None else capture.hooks()
+    return NOTHING if capture is None else capture.hooks()
 
 
-_NO_HOOKS = nullcontext()
+NOTHING = nullcontext()
 
 
 def _mismatch(record: Record, difference: str) -> RuntimeError:

@@ -15,7 +15,7 @@ from ._drive import FindProbe, Runner, drive, runner_for
 from ._exactness import check_all_exact, make_exact, make_ordinary, rescaling
 from ._guard import Guard, Sampled, Watch
 from ._outputs import Outputs
-from ._plan import Memory, Plan, as_plan
+from ._plan import INVERTING, Memory, Plan, as_plan
 from ._record import Call
 from ._step import StepError, StreamName, check_choice
 from ._streams import Merge, Split, Streams, check_merge, check_split, dense, merge_streams, split_tensor
@@ -34,8 +34,8 @@ class ReversibleSequence(nn.Module):
         merge: "mean", "sum", "concat" (along `dim`) or "first" make one tensor of the streams;
             None returns the tuple of streams.
         dim: the dimension that is split and merged.
-        memory: "reverse", "checkpoint" or "store", a list with one of them for each block, or
-            a `Plan`. It decides how the backward pass gets its activations, never what is computed.
+        memory: "reverse", "partial", "checkpoint", "offload" or "store" (see `Plan`), a list with one of them for
+            each block, or a `Plan`. It decides how the backward pass gets its activations, never what is computed.
         exact: True puts the streams on a grid on which the inverse is exact to the bit (see `couplings.Exact`); a
             number gives the grid's bits.
         overflow: what to do when a stream leaves the range of its grid: "raise", or "rescale": take a coarser grid
@@ -200,7 +200,7 @@ class ReversibleSequence(nn.Module):
         if self._watch is None or not torch.is_grad_enabled():
             return None
         watch = self._watch
-        due = watch.due([i for i in running if plan.memory[i] == "reverse"])
+        due = watch.due([i for i in running if plan.memory[i] in INVERTING])
         return lambda block, streams: Sampled(watch, block, streams) if block == due else None
 
     def _drops(self) -> bool:

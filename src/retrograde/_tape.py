@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -36,13 +37,22 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ._block import Block, Wire, advance, replaced
 from ._decide import Decisions, begin, end
-from ._record import Call, Capture, Enough, Kept, Record, Stayed, capturing, leaf, packer, rerun, unedited
+from ._record import NOTHING, Call, Capture, Enough, Kept, Record, Stayed, capturing, leaf, packer, rerun, unedited
 from ._replay import Known, TakingTurns
 from ._step import Step, StepError, StreamName
 from ._streams import Streams
 from ._torch_private import has_forward_hooks, keeps_graph, set_grad_enabled
 
 Losses = tuple[Tensor, ...]
+
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+class Keeps(Protocol):
+    """Something that keeps streams until they are asked for."""
+
+    def tensors(self) -> Streams: ...
 
 
 class Probe(Protocol):
@@ -156,7 +166,10 @@ class Tape:
         begin(self._decisions)
         try:
             replay.begin(ambient, habits)
-            update, aux = step.update([streams[i] for i in wire.sources], step.takes.select(context) if context else {})
+            with self._first_run(record):
+                update, aux = step.update(
+                    [streams[i] for i in wire.sources], step.takes.select(context) if context else {}
+                )
             can_replay = replay.end(ambient, habits)
             record.branch_saves = len(pending)
             after = step.combine(target, update)
@@ -176,6 +189,10 @@ class Tape:
         self.records.append(record)
         self._firsts.append(first)
         return replaced(streams, wire.target, after), aux
+
+    def _first_run(self, record: Record) -> AbstractContextManager[Any]:
+        """The context of a branch's first run."""
+        return NOTHING
 
     def _settle(self) -> None:
         """Put aside what was saved between two steps."""
@@ -258,12 +275,18 @@ class Tape:
 
 
 class CheckpointTape(Tape):
-    """Keeps the streams before its steps, and runs them forward again."""
+    """Keeps the streams before its steps, and runs them forward again.
 
-    _start: Kept
+    Args:
+        keep: how it keeps them.
+    """
+
+    def __init__(self, call: Call, steps: int, *, keep: Callable[[Streams], Keeps] = Kept) -> None:
+        super().__init__(call, steps)
+        self._keep = keep
 
     def _open(self, streams: Streams) -> None:
-        self._start = Kept(tuple(s.detach() for s in streams))
+        self._start = self._keep(tuple(s.detach() for s in streams))
         super()._open(streams)
 
     def _rebuild(self, index: int) -> None:
@@ -280,12 +303,20 @@ class CheckpointTape(Tape):
 
 
 class ReverseTape(Tape):
-    """Keeps the streams after its steps, and walks back by inverting them."""
+    """Keeps the streams after its steps, and walks back by inverting them.
+
+    Args:
+        partial: makes the contexts of a partial replay: one for the first run of a branch, one for its replay.
+    """
 
     _end: Kept | None = None
     _state: Streams = ()
     _position: int = -1  # the streams in _state are those before the step of this number
     _probes: dict[int, Probe] | None = None
+
+    def __init__(self, call: Call, steps: int, *, partial: Callable[[], Contexts] | None = None) -> None:
+        super().__init__(call, steps)
+        self._partial = partial
 
     def watch(self, probe: Probe | None) -> None:
         """Have `probe` see the streams that the next block is given, when they are rebuilt."""
@@ -311,6 +342,12 @@ class ReverseTape(Tape):
             if not type(step.coupling).__module__.startswith("retrograde."):
                 step.check_inverse(target, update)
             habits.verified = True
+
+    def _first_run(self, record: Record) -> AbstractContextManager[Any]:
+        if self._partial is None:
+            return NOTHING
+        keeping, record.taking = self._partial()
+        return keeping
 
     def _rebuild(self, index: int) -> None:
         if self._position < index and self._end is not None:

@@ -1,0 +1,117 @@
+"""What a chain of blocks costs in time and bytes, for each memory mode, and what a plan of them comes to.
+
+NOTE [What a plan holds]
+ While block i goes backward, alive are
+ 1. what the blocks before it hold until their turn: a stored block its graph, a checkpointed one its input,
+    a reversed one nothing, or the results of attention if it is replayed in part;
+ 2. the streams at the end of each reversed part before it, and at each anchor inside one, unless the next
+    block keeps them as its input anyway;
+ 3. the gradients of the parameters of the blocks after it;
+ 4. what the block itself needs at its worst moment: measured, on this block alone.
+ The end of the forward pass is one more such moment, with what comes after the stack (a head, a loss) for 4.
+ The same holds for time: it is the sum of what the blocks take, each measured alone in its mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from retrograde._plan import INVERTING, Memory
+
+
+@dataclass(frozen=True)
+class ModeCost:
+    """One block in one memory mode, measured alone.
+
+    Attributes:
+        seconds: forward and backward.
+        held: bytes from its forward to its backward, its input among them where it is kept.
+        kept_input: how much of `held` are the input's streams.
+        forward_peak: the most bytes during its forward, its input included.
+        backward_peak: the most bytes during its backward: what it held, the streams' gradients and those of its
+            parameters included.
+    """
+
+    seconds: float
+    held: int
+    kept_input: int
+    forward_peak: int
+    backward_peak: int
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """One block of a chain: the bytes of the streams it is given, of its parameters' gradients, and its modes."""
+
+    streams: int
+    gradients: int
+    modes: dict[Memory, ModeCost]
+
+
+@dataclass(frozen=True)
+class ChainCost:
+    """All blocks of a stack, and what surrounds it.
+
+    Attributes:
+        outputs: bytes of the streams after the last block.
+        before: bytes that what comes before the stack holds until the end.
+        head_peak: the most bytes that what comes after the stack takes beyond the streams.
+        head_left: what of these is left when the backward pass enters the stack.
+        seconds_outside: time spent outside of the stack.
+        anchors: blocks before which the streams are kept in any case.
+        keeps_last: the modes of the last block, which keeps the graph of its last step.
+    """
+
+    blocks: tuple[BlockCost, ...]
+    outputs: int
+    before: int = 0
+    head_peak: int = 0
+    head_left: int = 0
+    seconds_outside: float = 0.0
+    anchors: frozenset[int] = frozenset()
+    keeps_last: dict[Memory, ModeCost] = field(default_factory=dict)
+
+    def mode(self, block: int, memory: Memory) -> ModeCost:
+        """The costs of a block in a mode; the last block of a chain has its own."""
+        if block == len(self.blocks) - 1 and memory in self.keeps_last:
+            return self.keeps_last[memory]
+        return self.blocks[block].modes[memory]
+
+    def carried(self, block: int, memory: Memory, following: Memory | None) -> int:
+        """What a block leaves alive: for its own backward, and as the end of a reversed part (1 and 2 of the NOTE)."""
+        held = self.mode(block, memory).held
+        last = block == len(self.blocks) - 1
+        if memory not in INVERTING or last or (following == memory and block + 1 not in self.anchors):
+            return held
+        assert following is not None
+        return held + self.blocks[block + 1].streams - self.mode(block + 1, following).kept_input
+
+    def moments(self, block: int, memory: Memory, held: int) -> Iterator[int]:
+        """The bytes alive at a block's worst moments, if the blocks before it hold `held`."""
+        mode = self.mode(block, memory)
+        after = sum(b.gradients for b in self.blocks[block + 1 :])
+        yield self.before + held + mode.forward_peak
+        yield self.before + held + self.head_left + after + mode.backward_peak
+
+    def end_of_forward(self, held: int) -> int:
+        """The bytes alive when all blocks have run, at the worst moment of what comes after them."""
+        return self.before + held + self.outputs + self.head_peak
+
+
+class Prediction(NamedTuple):
+    """What a plan is expected to need."""
+
+    peak: int
+    seconds: float
+
+
+def predict(chain: ChainCost, memory: Sequence[Memory]) -> Prediction:
+    """The peak and the time of a plan."""
+    held, peak, seconds = 0, 0, chain.seconds_outside
+    for i, mode in enumerate(memory):
+        peak = max(peak, *chain.moments(i, mode, held))
+        held += chain.carried(i, mode, memory[i + 1] if i + 1 < len(memory) else None)
+        seconds += chain.mode(i, mode).seconds
+    return Prediction(max(peak, chain.end_of_forward(held)), seconds)

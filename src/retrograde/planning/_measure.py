@@ -1,0 +1,198 @@
+"""Blocks measured one by one, on their real inputs, in every memory mode that they allow."""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrograde._block import Block
+from retrograde._drive import drive, runner_for
+from retrograde._plan import INVERTING, Memory, Plan
+from retrograde._sequence import ReversibleSequence
+from retrograde._streams import Streams
+from retrograde.diagnose import MemoryTracker
+
+from ._costs import BlockCost, ModeCost
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being measured, how many measurements are done, and how many there are."""
+
+_ROUNDS = 3
+
+
+def measure_blocks(
+    stack: ReversibleSequence, streams: Streams, context: Mapping[str, Any], progress: Progress | None = None
+) -> tuple[list[BlockCost], dict[Memory, ModeCost], Streams]:
+    """The costs of every block, those of the last one with the graph of its last step kept, and the last streams.
+
+    Blocks of the same modules, shapes and context are measured once.
+    """
+    blocks: list[Block] = list(stack.blocks)  # type: ignore[arg-type]
+    known: dict[Hashable, dict[Memory, ModeCost]] = {}
+    costs: list[BlockCost] = []
+    last: dict[Memory, ModeCost] = {}
+    for i, block in enumerate(blocks):
+        key = _likeness(block, streams)
+        if key not in known:
+            if progress is not None:
+                progress(f"block {i}", i, len(blocks))
+            known[key] = _all_modes(stack, block, streams, context, keeps_last=False)
+        if i == len(blocks) - 1:
+            last = _all_modes(stack, block, streams, context, keeps_last=True)
+        costs.append(BlockCost(_bytes(streams), _gradient_bytes(block), known[key]))
+        with torch.no_grad():
+            streams = tuple(drive([block], stack.names, Plan(("store",)), [0], streams, context))
+    if progress is not None:
+        progress("blocks", len(blocks), len(blocks))
+    return costs, last, streams
+
+
+def _likeness(block: Block, streams: Streams) -> Hashable:
+    """What two blocks have in common that cost the same."""
+    modules = tuple(type(m).__qualname__ for m in block.modules())
+    parameters = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters())
+    branches = tuple(step.name for step in block.each_step())
+    return modules, parameters, branches, block.training, tuple((tuple(s.shape), s.dtype) for s in streams)
+
+
+def _all_modes(
+    stack: ReversibleSequence, block: Block, streams: Streams, context: Mapping[str, Any], *, keeps_last: bool
+) -> dict[Memory, ModeCost]:
+    modes: list[Memory] = ["store", "checkpoint"]
+    if block.invertible:
+        modes += INVERTING
+    if any(s.device.type != "cpu" for s in streams):
+        modes.append("offload")
+    runs = {mode: _Run(stack, block, streams, context, mode, keeps_last=keeps_last) for mode in modes}
+    with untouched(block):
+        sizes = {mode: run.bytes() for mode, run in runs.items()}
+        if "partial" in runs and sizes["partial"] == sizes["reverse"]:  # no attention inside: nothing is kept
+            del runs["partial"], sizes["partial"]
+        seconds: dict[Memory, float] = dict.fromkeys(runs, math.inf)
+        for _ in range(_ROUNDS):
+            for mode, run in runs.items():
+                seconds[mode] = min(seconds[mode], run.seconds())
+    return {mode: ModeCost(seconds[mode], *sizes[mode]) for mode in runs}
+
+
+class _Run:
+    """One block alone, forward and backward, in one mode, as it would run inside a chain."""
+
+    def __init__(
+        self,
+        stack: ReversibleSequence,
+        block: Block,
+        streams: Streams,
+        context: Mapping[str, Any],
+        mode: Memory,
+        *,
+        keeps_last: bool,
+    ) -> None:
+        self._names = stack.names
+        self._block = block
+        self._leaves = [s.detach().requires_grad_(s.is_floating_point()) for s in streams]
+        self._context = context
+        self._plan = Plan((mode,))
+        self._keeps_last = keeps_last
+
+    def _forward(self, streams: Streams) -> Streams:
+        def make_runner(*args: Any, keeps_last: bool) -> Any:
+            return runner_for(*args, keeps_last=self._keeps_last)
+
+        with torch.enable_grad():
+            return tuple(
+                drive([self._block], self._names, self._plan, [0], streams, self._context, make_runner=make_runner)
+            )
+
+    def _entered(self) -> Streams:
+        """Streams that were computed, as those inside a chain are: autograd lets them go if nobody saves them."""
+        with torch.enable_grad():
+            return tuple(leaf * 1 for leaf in self._leaves)
+
+    def seconds(self) -> float:
+        self._clear()
+        entered = self._entered()
+        wait(entered)
+        start = time.perf_counter()
+        outputs = [o for o in self._forward(entered) if o.requires_grad]
+        torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
+        wait(entered)
+        return time.perf_counter() - start
+
+    def bytes(self) -> tuple[int, int, int, int]:
+        """Held after the forward, how much of that is the input, and the peaks of forward and backward."""
+        self._clear()
+        with MemoryTracker(ignore=[self._block, *self._leaves]) as memory:
+            with memory.phase("forward") as forward:
+                entered = self._entered()
+                inputs = Alive(entered)
+                outputs = self._forward(entered)
+                del entered
+            edges = [torch.autograd.graph.get_gradient_edge(o) for o in outputs if o.requires_grad]
+            gradients = [torch.ones_like(o) for o in outputs if o.requires_grad]
+            ends, made = Alive(outputs), _bytes(outputs)
+            kept_input = inputs.bytes()
+            del outputs
+            held = memory.live - _bytes(gradients) - self._counted_elsewhere(ends.bytes(), made)
+            with memory.phase("backward") as backward:
+                torch.autograd.backward(edges, gradients)
+        self._clear()
+        return held, kept_input, forward.peak, backward.peak
+
+    def _counted_elsewhere(self, alive: int, made: int) -> int:
+        """What of the outputs is not the block's own: a chain counts its last streams and a reversed part's end."""
+        if self._keeps_last:
+            return alive
+        return made if self._plan.memory[0] in INVERTING else 0
+
+    def _clear(self) -> None:
+        for tensor in (*self._leaves, *self._block.parameters()):
+            tensor.grad = None
+
+
+class Alive:
+    """Which of some tensors' storages are still alive, without holding them."""
+
+    def __init__(self, tensors: Streams) -> None:
+        self._storages = [(weakref.ref(t.untyped_storage()), t.untyped_storage().nbytes()) for t in tensors]
+
+    def bytes(self) -> int:
+        return sum(size for storage, size in self._storages if storage() is not None)
+
+
+@contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """Gradients, buffers and generators are afterwards as they were before."""
+    gradients = [(p, p.grad) for p in module.parameters()]
+    buffers = [(b, b.clone()) for b in module.buffers()]
+    devices = {p.device for p, _ in gradients if p.device.type != "cpu"}
+    try:
+        with torch.random.fork_rng([d.index or 0 for d in devices if d.type == "cuda"]):
+            yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+def _gradient_bytes(block: Block) -> int:
+    return sum(p.numel() * p.element_size() for p in block.parameters() if p.requires_grad)
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def wait(tensors: Sequence[Tensor]) -> None:
+    """Accelerators work on while Python goes ahead; a clock must wait for them."""
+    for device in {t.device for t in tensors if t.device.type != "cpu"}:
+        torch.get_device_module(device).synchronize(device)

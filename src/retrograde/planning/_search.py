@@ -1,0 +1,103 @@
+"""The fastest plan under a budget, by dynamic programming over the blocks.
+
+NOTE [Why the plan is optimal]
+ What a choice for the blocks so far means for the rest is their total of held bytes, the mode of the last of them, and
+ the time they take. Of two choices with the same last mode, one that holds no less and takes no less time can never be
+ part of a better plan (exchange it for the other: no later moment holds more, the time is not longer), and is dropped.
+ What is left after the last block holds a fastest plan. The number of choices stays small for chains of like blocks;
+ where it does not, held bytes are rounded up to 1/4096 of the budget, and the plan is the fastest of those that fit
+ under this rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from retrograde._plan import Memory
+
+from ._costs import ChainCost, predict
+
+_MANY = 20_000
+
+
+class _Choice(NamedTuple):
+    """Modes for the first blocks: what they hold (all but the last one's part), the time, and the modes themselves."""
+
+    held: int
+    seconds: float
+    memory: tuple[Memory, ...]
+
+
+def cheapest(chain: ChainCost, budget: int) -> tuple[Memory, ...] | None:
+    """The modes with the least time whose predicted peak is within the budget, or None if there are none."""
+    found = _sweep(chain, budget, grain=1)
+    if found is None:
+        found = _sweep(chain, budget, grain=max(1, budget // 4096))
+    assert found is not None
+    fitting = [c for c in found if predict(chain, c.memory).peak <= budget]
+    return min(fitting, key=lambda c: c.seconds).memory if fitting else None
+
+
+def smallest(chain: ChainCost) -> int:
+    """The least peak that any plan reaches: a bisection over budgets, on which plans depend monotonically."""
+    uniform = [predict(chain, [m] * len(chain.blocks)).peak for m in _common(chain)]
+    low, high = 0, min(uniform) if uniform else predict(chain, [next(iter(b.modes)) for b in chain.blocks]).peak
+    while low + 1 < high:
+        middle = (low + high) // 2
+        found = _lightest(chain, middle)
+        if found is None:
+            low = middle
+        else:
+            high = min(middle, predict(chain, found).peak)
+    return high
+
+
+def _common(chain: ChainCost) -> set[Memory]:
+    return set.intersection(*(set(block.modes) for block in chain.blocks))
+
+
+def _sweep(chain: ChainCost, budget: int, *, grain: int) -> list[_Choice] | None:
+    """All choices that may be part of a fastest plan; None if they become too many."""
+    choices = [_Choice(0, chain.seconds_outside, ())]
+    for i in range(len(chain.blocks)):
+        grown = _extended(chain, i, choices, budget, grain)
+        by_mode = {mode: _undominated(c for c in grown if c.memory[-1] == mode) for mode in chain.blocks[i].modes}
+        choices = [choice for kept in by_mode.values() for choice in kept]
+        if len(choices) > _MANY and grain == 1:
+            return None
+    return choices
+
+
+def _extended(chain: ChainCost, i: int, choices: Sequence[_Choice], budget: int, grain: int) -> list[_Choice]:
+    """The choices with one more block, without those that are over the budget."""
+    grown = []
+    for choice in choices:
+        for mode in chain.blocks[i].modes:
+            held = choice.held
+            if i:
+                held += chain.carried(i - 1, choice.memory[-1], mode)
+                held = -(-held // grain) * grain
+            if all(moment <= budget for moment in chain.moments(i, mode, held)):
+                seconds = choice.seconds + chain.mode(i, mode).seconds
+                grown.append(_Choice(held, seconds, (*choice.memory, mode)))
+    return grown
+
+
+def _undominated(choices: Iterable[_Choice]) -> list[_Choice]:
+    """Those for which no other holds as little and takes as little time."""
+    kept: list[_Choice] = []
+    for choice in sorted(choices):
+        if not kept or choice.seconds < kept[-1].seconds:
+            kept.append(choice)
+    return kept
+
+
+def _lightest(chain: ChainCost, budget: int) -> tuple[Memory, ...] | None:
+    """Any plan within the budget: for each mode of the last block the choice that holds least."""
+    choices = [_Choice(0, 0.0, ())]
+    for i in range(len(chain.blocks)):
+        grown = _extended(chain, i, choices, budget, 1)
+        choices = [min(c for c in grown if c.memory[-1] == mode) for mode in {c.memory[-1] for c in grown}]
+    fitting = [c.memory for c in choices if predict(chain, c.memory).peak <= budget]
+    return fitting[0] if fitting else None
