@@ -1,0 +1,147 @@
+"""An encoder-decoder for sequences."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from retrograde._block import Block, two_stream
+from retrograde._sequence import ReversibleSequence
+from retrograde._step import Step
+
+from ._attention import CrossAttention, SelfAttention
+from ._cache import KVCache, Sampling, check_cache, continued, evaluating
+from ._chunked import chunked_cross_entropy
+from ._depth import MemoryChoice, shrink_updates
+from ._feed_forward import FeedForward
+from ._positions import Rotary, rotary_angles
+
+
+class EncoderDecoder(nn.Module):
+    """A reversible transformer that reads one sequence and writes another.
+
+    Vaswani et al.: "Attention Is All You Need" (2017), with the reversible streams of Kitaev et al.: "Reformer"
+    (2020). A decoder block has three steps, each of which reads what the one before it wrote:
+    `0 += attention(1)`, `1 += cross_attention(0, encoded)`, `0 += feed_forward(1)`; then the streams swap roles. The
+    encoder's output is context, and gets its gradient from all blocks of the decoder.
+
+    Args:
+        source_vocabulary, target_vocabulary: the numbers of different tokens read and written.
+        width, depth, heads: of the streams, the blocks of encoder and of decoder, the heads of each attention.
+        kv_heads: the heads of keys and values; `heads` unless fewer are given.
+        dropout: on the updates of all branches.
+        loss_chunk: the number of tokens whose logits the loss holds at once.
+        memory: as in `ReversibleSequence`, for encoder and decoder.
+
+    Example:
+        >>> import torch
+        >>> from retrograde.models import EncoderDecoder
+        >>> model = EncoderDecoder(50, 60, width=32, depth=2, heads=4)
+        >>> source, target = torch.randint(50, (2, 9)), torch.randint(60, (2, 7))
+        >>> model(source, target).shape
+        torch.Size([2, 7, 60])
+        >>> model.loss(source, target).backward()
+        >>> model.generate(source, target[:, :1], steps=5, temperature=0).shape
+        torch.Size([2, 6])
+    """
+
+    def __init__(
+        self,
+        source_vocabulary: int,
+        target_vocabulary: int,
+        width: int = 256,
+        depth: int = 6,
+        heads: int = 8,
+        *,
+        kv_heads: int | None = None,
+        dropout: float = 0.0,
+        loss_chunk: int = 1024,
+        memory: MemoryChoice = "reverse",
+    ) -> None:
+        super().__init__()
+        self.head_width, self.loss_chunk = width // heads, loss_chunk
+        self.read, self.write = nn.Embedding(source_vocabulary, width), nn.Embedding(target_vocabulary, width)
+        for embedding in (self.read, self.write):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+        def attention(sees: str) -> SelfAttention:
+            return SelfAttention(width, heads, kv_heads, sees=sees, dropout=dropout)  # type: ignore[arg-type]
+
+        encoder = [two_stream(attention("all"), FeedForward(width, dropout=dropout)) for _ in range(depth)]
+        decoder = [
+            Block(
+                Step(attention("past"), target=0, sources=(1,)),
+                Step(CrossAttention(width, heads, kv_heads, dropout=dropout), target=1, sources=(0,)),
+                Step(FeedForward(width, dropout=dropout), target=0, sources=(1,)),
+                order=(1, 0),
+            )
+            for _ in range(depth)
+        ]
+        self.encoder = shrink_updates(ReversibleSequence(encoder, memory=memory))
+        self.decoder = shrink_updates(ReversibleSequence(decoder, memory=memory))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, source: Tensor, target: Tensor, source_mask: Tensor | None = None) -> Tensor:
+        """The logits of the token after each of `target`, `(batch, length, target_vocabulary)`.
+
+        Args:
+            source_mask: `(batch, source length)`, True where there is a token.
+        """
+        return self._logits(self.decode(target, self.encode(source, source_mask), source_mask))
+
+    def encode(self, source: Tensor, source_mask: Tensor | None = None) -> Tensor:
+        masks = {} if source_mask is None else {"mask": source_mask}
+        encoded: Tensor = self.encoder(self.read(source), rotary=self._rotary(source, 0), **masks)
+        return encoded
+
+    def decode(
+        self,
+        target: Tensor,
+        encoded: Tensor,
+        source_mask: Tensor | None = None,
+        *,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """The last hidden states of the decoder; with a cache, `target` are the tokens after those it has seen."""
+        check_cache(cache)
+        context = {"context": encoded, "rotary": self._rotary(target, 0 if cache is None else cache.length)}
+        optional = {"context_mask": source_mask, "cache": cache}
+        given = {name: value for name, value in optional.items() if value is not None}
+        hidden: Tensor = self.norm(self.decoder(self.write(target), **context, **given))
+        if cache is not None:
+            cache.advance(target.shape[-1])
+        return hidden
+
+    def loss(self, source: Tensor, target: Tensor, source_mask: Tensor | None = None) -> Tensor:
+        """The mean cross-entropy of each token of `target` but the first, given those before it."""
+        hidden = self.decode(target[:, :-1], self.encode(source, source_mask), source_mask)
+        return chunked_cross_entropy(hidden, self.write.weight, target[:, 1:], chunk_size=self.loss_chunk)
+
+    def generate(
+        self,
+        source: Tensor,
+        start: Tensor,
+        steps: int,
+        source_mask: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """`start` (batch, length) and `steps` more tokens; temperature 0 takes the likeliest."""
+        cache, sampling = KVCache(), Sampling(temperature, top_k, generator)
+        with evaluating(self):
+            encoded = self.encode(source, source_mask)
+
+            def logits(new: Tensor) -> Tensor:
+                return self._logits(self.decode(new, encoded, source_mask, cache=cache)[:, -1])
+
+            return continued(start, steps, logits, sampling)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.write.weight)
+
+    def _rotary(self, tokens: Tensor, start: int) -> Rotary:
+        positions = torch.arange(start, start + tokens.shape[-1], device=tokens.device)
+        return rotary_angles(positions, self.head_width)
