@@ -1,8 +1,9 @@
-"""Time of forward + backward of each contender, interleaved in one process, as a ratio to plain autograd.
+"""retrograde beside plain autograd, torch's checkpoint and the published libraries: time, memory, gradients.
 
-    python benchmarks/run.py [setting ...]
+    python benchmarks/run.py [part ...] [--quick] [--output FOLDER]
 
-Settings are those of models.py; all of them by default. The report goes to benchmarks/results/.
+All parts by default, in about a quarter of an hour on two cores; leave the machine alone meanwhile. The report goes to
+benchmarks/results/, with its pictures and the raw figures as JSON.
 """
 
 from __future__ import annotations
@@ -10,106 +11,104 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-import platform
-import statistics
-import subprocess
 import sys
-import time
+import warnings
 from pathlib import Path
 
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # bf16 products are illegal instructions on some CPUs
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # see the Makefile
 
-import torch
-from torch import Tensor
+from harness import gradients, machine, memory, plots, report, resident, settings
+from harness.compiled import COMPILED_CONTENDERS
+from harness.contenders import OURS_AND_TORCH, REVERSE, Contender
+from harness.field import assemble
+from harness.flops import flops
+from harness.machine import Progress
+from harness.peers import PEERS
+from harness.results import Comparison, GradientErrors, Growth, Results
+from harness.settings import Setting, Sweep
+from harness.timing import seconds
 
-from contenders import CONTENDERS, Run
-from models import SETTINGS, Setting
-
-BASELINE = "plain"
-Ratios = dict[str, tuple[float, float, float]]
-
-
-def check_same(runs: dict[str, Run], parameters: list[Tensor], x: Tensor) -> None:
-    """All contenders must compute the same thing, or their times mean nothing."""
-    expected: list[Tensor] = []
-    for name, run in runs.items():
-        output = run(x)
-        grads = torch.autograd.grad(output.square().mean(), [x]) if name != "RevTorch 0.2.4" else (None,)
-        found = [output.detach(), *(g for g in grads if g is not None)]
-        expected = expected or found
-        for a, b in zip(found, expected, strict=False):
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-    for p in parameters:
-        p.grad = None
+EVERYONE = (*OURS_AND_TORCH, *PEERS)
+SWEEPS = ("depth", "resident", "gradients")
+QUICK_RESIDENT = ("plain", REVERSE, "checkpoint, non-reentrant", "RevTorch")  # each a process of seconds
+PARTS = (*settings.SETTINGS, "compiled", *SWEEPS)
 
 
-def one_round(run: Run, parameters: list[Tensor], x: Tensor) -> float:
-    for tensor in (*parameters, x):
-        tensor.grad = None
-    start = time.perf_counter()
-    run(x).sum().backward()
-    return time.perf_counter() - start
+def compare(setting: Setting, contenders: tuple[Contender, ...], progress: Progress) -> Comparison:
+    """Time first; then memory and operations, which need modes that slow everything down."""
+    field = assemble(setting, contenders)
+    times = seconds(setting, field, progress)
+    compiled = setting.name == "compiled"
+    peaks, operations = {}, {}
+    for name, run in field.runs.items():
+        progress.step(f"{setting.name}: memory of {name}")
+        if compiled:
+            peaks[name] = memory.profiled_peak(run, field.network)
+        else:
+            peaks[name] = memory.peak(run, field.network, resizes=field.contenders[name].resizes)
+            operations[name] = flops(run, field.network)
+    by = "profiler" if compiled else "tracker"
+    unit = field.network.pair_bytes
+    return Comparison(setting, unit, times, peaks, operations, field.distances, field.absent, by)
 
 
-def measure(setting: Setting) -> tuple[Ratios, float]:
-    """The median ratio to the baseline with its quartiles for each contender, and the baseline's milliseconds."""
-    torch.set_num_threads(setting.threads)
-    pairs, x = setting.build()
-    parameters = [p for f, g in pairs for module in (f, g) for p in module.parameters()]
-    runs = {name: make(pairs) for name, make in CONTENDERS.items()}
-    check_same(runs, parameters, x)
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for round_ in range(setting.rounds + 2):
-        for name, run in runs.items():
-            seconds = one_round(run, parameters, x)
-            if round_ >= 2:
-                times[name].append(seconds)
-        print(f"\r{setting.name}: round {round_ + 1} of {setting.rounds + 2}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    return {name: ratio(found, times[BASELINE]) for name, found in times.items()}, statistics.median(times[BASELINE])
+def sweep_part(part: str, results: Results, progress: Progress) -> None:
+    def size(sweep: Sweep) -> Sweep:
+        return sweep.quick() if results.quick else sweep
+
+    if part == "gradients":
+        deep = [] if results.quick else [settings.GRADIENTS_DEEP]
+        sweeps = [size(settings.GRADIENTS), *deep]
+        errors, absent = gradients.errors(sweeps, EVERYONE, progress)
+        sizes = {depth: f"width {sweep.setting.width}" for sweep in sweeps for depth in sweep.depths}
+        results.gradients = GradientErrors(errors, absent, sizes)
+        return
+    sweep = size(settings.SLOPE if part == "depth" else settings.RESIDENT)
+    unit = sweep.setting.build().pair_bytes
+    if part == "depth":
+        results.live = Growth(sweep.setting, unit, *memory.by_depth(sweep, EVERYONE, progress))
+    else:
+        names = [c.name for c in EVERYONE if not results.quick or c.name in QUICK_RESIDENT]
+        for allocator in resident.ALLOCATORS:
+            found = resident.by_depth(sweep, names, progress, allocator)
+            results.resident[allocator] = Growth(sweep.setting, unit, *found)
 
 
-def ratio(found: list[float], baseline: list[float]) -> tuple[float, float, float]:
-    """Quartiles of the ratio round by round: what slows the machine slows both."""
-    ratios = [a / b for a, b in zip(found, baseline, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return low, middle, high
-
-
-def describe_machine() -> list[str]:
-    model = next((line.split(":")[1].strip() for line in _read("/proc/cpuinfo") if "model name" in line), "unknown")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
-    return [
-        f"- date: {datetime.date.today()}, commit: {commit.strip() or 'unknown'}",
-        f"- CPU: {model}, {os.cpu_count()} cores; torch {torch.__version__}, Python {platform.python_version()}",
-    ]
-
-
-def _read(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []
-
-
-def report(results: dict[str, tuple[Ratios, float]]) -> str:
-    lines = ["# Time of forward + backward, ratio to plain autograd", "", *describe_machine()]
-    for name, (ratios, seconds) in results.items():
-        setting = SETTINGS[name]
-        lines += ["", f"## {name}", "", f"{setting}; plain takes {1e3 * seconds:.2f} ms.", ""]
-        lines += ["| contender | median ratio | quartiles |", "|---|---|---|"]
-        lines += [f"| {who} | {mid:.3f} | {low:.3f} – {high:.3f} |" for who, (low, mid, high) in ratios.items()]
-    return "\n".join(lines) + "\n"
+def measure(parts: list[str], progress: Progress, *, quick: bool) -> Results:
+    packages = dict.fromkeys(contender.package for contender in EVERYONE if contender.package)
+    results = Results(machine.describe(machine.load(), packages), quick)
+    for part in (part for part in PARTS if part in parts):
+        if part in SWEEPS:
+            sweep_part(part, results, progress)
+        else:
+            setting = settings.COMPILED if part == "compiled" else settings.SETTINGS[part]
+            contenders = COMPILED_CONTENDERS if part == "compiled" else EVERYONE
+            results.comparisons[part] = compare(setting.quick() if quick else setting, contenders, progress)
+        progress.done(f"{part}: done")
+    results.minutes = progress.minutes
+    return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("settings", nargs="*", default=list(SETTINGS), help=f"of {', '.join(SETTINGS)}")
-    chosen = parser.parse_args().settings
-    unknown = [name for name in chosen if name not in SETTINGS]
-    if unknown:
-        parser.error(f"unknown settings {unknown}; known: {', '.join(SETTINGS)}")
-    text = report({name: measure(SETTINGS[name]) for name in chosen})
-    target = Path(__file__).parent / "results" / f"{datetime.date.today()}-engine.md"
-    target.write_text(text)
-    print(text)
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--quick", action="store_true", help="toy sizes: does everything work?")
+    parser.add_argument("--output", type=Path, default=Path(__file__).resolve().parent / "results")
+    arguments = parser.parse_args()
+    parts = arguments.parts or list(PARTS)
+    if unknown := [part for part in parts if part not in PARTS]:
+        parser.error(f"unknown parts {', '.join(unknown)}; known: {', '.join(PARTS)}")
+    warnings.simplefilter("ignore")  # of the peers; ours are errors in the tests
+    results = measure(parts, Progress(), quick=arguments.quick)
+
+    kind = "quick" if arguments.quick else "bench"
+    stem = "-".join([str(datetime.date.today()), kind, *(arguments.parts or [])])
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    pictures = plots.draw(results, arguments.output, stem)
+    target = arguments.output / f"{stem}.md"
+    target.write_text(report.render(results, pictures), encoding="utf-8")
+    results.write(target.with_suffix(".json"))
+    print(target.read_text(encoding="utf-8"))
     print(f"written to {target}", file=sys.stderr)
 
 

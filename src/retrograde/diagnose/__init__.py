@@ -1,7 +1,21 @@
-"""Tools that look at a run from outside: how many bytes it holds. Nothing in the engine imports them."""
+"""Tools that look at a run from outside. Nothing in the engine imports them.
 
+`examine` is the doctor: what a model's reversible blocks lose, what their branches do, and what to change.
+`MemoryTracker` counts the bytes of live tensors.
+"""
+
+from ._examine import examine as examine
 from ._memory import Event as Event
 from ._memory import Holding as Holding
 from ._memory import MemoryTracker as MemoryTracker
 from ._memory import Phase as Phase
 from ._memory import holdings as holdings
+from ._report import Behaviour as Behaviour
+from ._report import BlockReport as BlockReport
+from ._report import Diagnosis as Diagnosis
+from ._report import ExaminationError as ExaminationError
+from ._report import Figures as Figures
+from ._report import Peak as Peak
+from ._report import StackReport as StackReport
+from ._report import StepReport as StepReport
+from ._report import Suggestion as Suggestion

@@ -1,5 +1,7 @@
 """Plans from a byte budget: the fastest backward pass that fits."""
 
+from ._compare import Comparison as Comparison
+from ._compare import compare as compare
 from ._costs import BlockCost as BlockCost
 from ._costs import ChainCost as ChainCost
 from ._costs import ModeCost as ModeCost

@@ -1,0 +1,107 @@
+"""Bytes that are alive at the peak of a step, less parameters and their gradients; and how they grow with depth."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrograde.diagnose import MemoryTracker
+
+from .contenders import Contender, Run
+from .field import assemble, clear
+from .machine import Progress
+from .settings import Network, Sweep
+
+
+class WatchfulTracker(MemoryTracker):
+    """Looks at every storage before every operator.
+
+    MemCNN and PyG free tensors by giving their storage no bytes, which is no operator, and which the
+    tracker would notice only when the storage itself dies.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        for watched in list(self._watched.values()):
+            storage = watched()
+            if storage is not None and watched.counts:
+                self._change(watched, storage.nbytes() - watched.bytes)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@contextmanager
+def gradients_left_out(tracker: MemoryTracker, leaves: Iterable[Tensor]) -> Iterator[None]:
+    """A gradient counts until it has become the leaf's own."""
+
+    def leave_out(leaf: Tensor) -> None:
+        if leaf.grad is not None:
+            tracker.ignore(leaf.grad)
+
+    handles = [leaf.register_post_accumulate_grad_hook(leave_out) for leaf in leaves]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def peak(run: Run, network: Network, *, resizes: bool = False) -> int:
+    """Live bytes at the peak of a step that starts without gradients, as the tracker of retrograde sees them."""
+    clear(network)
+    tracker = (WatchfulTracker if resizes else MemoryTracker)(ignore=[*network.branches, network.x])
+    with tracker, gradients_left_out(tracker, network.leaves):
+        run(network.x).sum().backward()
+    clear(network)
+    return tracker.peak
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The profiler announces itself on the standard error of the process."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def profiled_peak(run: Run, network: Network) -> int:
+    """The same by the allocator's own record, gradients included: what compiled code takes, no tracker sees."""
+    clear(network)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with _quiet(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        run(network.x).sum().backward()
+    gc.collect()
+    live = most = 0
+    events = profile.profiler.kineto_results.events()
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        most = max(most, live)
+    clear(network)
+    return most
+
+
+def by_depth(
+    sweep: Sweep, contenders: Sequence[Contender], progress: Progress
+) -> tuple[dict[str, dict[int, int]], dict[str, str]]:
+    """For each contender its peak at each depth; and who is absent, with the reason."""
+    found: dict[str, dict[int, int]] = {}
+    absent: dict[str, str] = {}
+    torch.set_num_threads(1)
+    for depth in sweep.depths:
+        field = assemble(sweep.at(depth), contenders)
+        absent |= field.absent
+        for name, run in field.runs.items():
+            found.setdefault(name, {})[depth] = peak(run, field.network, resizes=field.contenders[name].resizes)
+            progress.step(f"memory by depth: {name} at depth {depth}")
+    return found, absent

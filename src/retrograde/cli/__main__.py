@@ -1,0 +1,5 @@
+"""`python -m retrograde.cli`."""
+
+from . import main
+
+main()

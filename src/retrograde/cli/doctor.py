@@ -1,0 +1,107 @@
+"""`retrograde doctor`: examine a model's reversible stacks on a sample batch."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from retrograde.diagnose import Diagnosis, ExaminationError, examine
+
+from ._target import TargetError, load
+
+FAULT, WRONG_USAGE = 1, 2
+
+
+def doctor(
+    target: Annotated[
+        str,
+        typer.Argument(help="module:factory, or path/to/file.py:factory. **It is run as Python.**", show_default=False),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the diagnosis as JSON, and nothing else.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write the picture to this file.", show_default=False)] = None,
+    tolerance: Annotated[float, typer.Option(help="The relative error up to which a block is healthy.")] = 1e-3,
+) -> None:
+    """Examine a model's reversible stacks, block by block, on a sample batch.
+
+    The target names a function without arguments that returns the model and a batch,
+    and if you like a loss. The file is run as Python, like any script:
+
+        # my_model.py
+        def make():
+            model = Net()
+            batch = torch.randn(8, 64)             # or a tuple of arguments, or a dict
+            return model, batch                    # or model, batch, loss
+
+        retrograde doctor my_model.py:make
+        retrograde doctor my_model.py:make --plot drift.png --tolerance 1e-2
+        retrograde doctor my_package.models:make --json > diagnosis.json
+
+    It shows for each block how far rebuilt activations and gradients are from the true ones,
+    what its branches do that a replay must handle, and where memory peaks. If a block is
+    past the tolerance, it tries remedies and tells what each of them changed.
+
+    Exit status: 0 healthy; 1 a fault was found, or the model cannot be examined; 2 wrong usage,
+    or a target that cannot be loaded.
+    """
+    if not tolerance > 0:
+        _fail(f"--tolerance {tolerance:g}: give a relative error greater than 0, as in --tolerance 1e-3.", WRONG_USAGE)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # what a user's code prints is not part of the diagnosis
+            found = load(target)
+            diagnosis = examine(found.model, *found.args, loss=found.loss, tolerance=tolerance, **found.kwargs)
+    except TargetError as error:
+        _fail(str(error), WRONG_USAGE)
+    except ExaminationError as error:
+        _fail(f"Cannot examine: {error}", FAULT)
+    if as_json:
+        print(diagnosis.to_json())
+    else:
+        _show(diagnosis)
+    if plot is not None:
+        _draw(diagnosis, plot)
+    raise typer.Exit(0 if diagnosis.healthy else FAULT)
+
+
+def _show(diagnosis: Diagnosis) -> None:
+    """The tables in colour where the terminal has it, then the rest."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from retrograde.diagnose import _table as text
+
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        print(diagnosis.table())
+        return
+    for stack in diagnosis.stacks:
+        table = Table(title=text.title(stack), title_justify="left", box=None)
+        for i, name in enumerate(text.HEADER):
+            table.add_column(name, justify="left" if i in (1, len(text.HEADER) - 1) else "right", no_wrap=True)
+        past = {block.index for block in stack.past}
+        for block, row in zip(stack.blocks, text.rows(stack), strict=True):
+            table.add_row(
+                *row, style="bold red" if block.index == stack.first_bad else "red" if block.index in past else ""
+            )
+        console.print(table)
+        for line in text.behaviours(stack):
+            console.print(f"  {line}", markup=False)
+    for line in ("", *text.peaks(diagnosis), "", *text.advice(diagnosis)):
+        console.print(line, markup=False)
+    console.print(diagnosis.verdict, style="green" if diagnosis.healthy else "bold red", markup=False)
+
+
+def _draw(diagnosis: Diagnosis, path: Path) -> None:
+    try:
+        diagnosis.plot(path)
+    except (ImportError, OSError, ValueError) as error:
+        _fail(f"--plot {path}: {error}", WRONG_USAGE)
+    print(f"The picture is in {path}.", file=sys.stderr)
+
+
+def _fail(message: str, status: int) -> Any:
+    print(message, file=sys.stderr)
+    raise typer.Exit(status)

@@ -1,0 +1,86 @@
+"""A diagnosis as a picture: one column a stack, errors above and memory below, block by block."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from ._report import BlockReport, Diagnosis, StackReport
+
+_COLOURS = {"store": "#b0b0b0", "checkpoint": "#d08c3c", "reverse": "#2b6cb0"}
+_DRIFT, _GRADIENT, _BAD = "#2b6cb0", "#b5305a", "#c53030"
+_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("bytes", 1))
+_LEAST = 1e-17  # errors that are zero stand at the bottom: a logarithmic axis has no zero
+
+
+def draw(diagnosis: Diagnosis, path: Path) -> Path:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("A picture needs matplotlib: pip install 'retrograde[plot]'.") from error
+    stacks = diagnosis.stacks
+    figure = Figure(figsize=(max(8.0, 6.2 * len(stacks)), 6.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, len(stacks), squeeze=False, height_ratios=(3, 2), sharex="col")
+    for column, stack in enumerate(stacks):
+        _errors(axes[0][column], stack)
+        _memory(axes[1][column], stack)
+    figure.suptitle(f"{diagnosis.model}: {'healthy' if diagnosis.healthy else 'past tolerance'}", fontsize=13)
+    figure.savefig(path, dpi=140)
+    return path
+
+
+def _errors(ax: Any, stack: StackReport) -> None:
+    ax.set_yscale("log")
+    for label, colour, marker, values in (
+        ("drift of rebuilt streams", _DRIFT, "o", [b.drift for b in stack.blocks]),
+        ("gradient error", _GRADIENT, "s", [b.gradient_error for b in stack.blocks]),
+    ):
+        points = [
+            (b.index, max(v, _LEAST)) for b, v in zip(stack.blocks, values, strict=True) if v and math.isfinite(v)
+        ]
+        if points:
+            ax.plot(*zip(*points, strict=True), marker=marker, ms=4, lw=1.4, color=colour, label=label)
+    ax.axhline(stack.floor, color="#555555", lw=1, ls=":", label=f"floor of {stack.dtype} ({stack.floor:.1e})")
+    ax.axhline(stack.tolerance, color=_BAD, lw=1, ls="--", label=f"tolerance ({stack.tolerance:.2g})")
+    if stack.first_bad is not None:
+        _mark(ax, stack, stack.blocks[stack.first_bad])
+    flipped = [b for b in stack.blocks if b.flips and math.isfinite(b.error)]
+    if flipped:
+        heights = [max(b.error, _LEAST) for b in flipped]
+        ax.scatter(
+            [b.index for b in flipped], heights, marker="x", s=60, color="black", label="decisions flip", zorder=3
+        )
+    ax.set_ylabel("relative error")
+    ax.set_title(f"{stack.name}: {len(stack.blocks)} blocks, {stack.dtype} streams", fontsize=10)
+    ax.grid(alpha=0.25)
+    ax.legend(fontsize=8, loc="best")
+
+
+def _mark(ax: Any, stack: StackReport, block: BlockReport) -> None:
+    """A bar at the first block past tolerance, with its number on the side that has room."""
+    ax.axvline(block.index, color=_BAD, lw=8, alpha=0.12)
+    right = block.index > len(stack.blocks) / 2
+    ax.annotate(
+        f"block {block.index} is the first\npast tolerance",
+        (block.index, 0.03), xycoords=("data", "axes fraction"), xytext=(-9 if right else 9, 0),
+        textcoords="offset points", ha="right" if right else "left", fontsize=9, color=_BAD,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
+    )  # fmt: skip
+
+
+def _memory(ax: Any, stack: StackReport) -> None:
+    modes = stack.blocks[0].peak_bytes if stack.blocks else {}
+    most = max((b.peak_bytes[mode] for b in stack.blocks for mode in modes), default=0)
+    unit, size = next((u for u in _UNITS if most >= u[1]), _UNITS[-1])
+    for mode in modes:
+        values = [b.peak_bytes[mode] / size for b in stack.blocks]
+        ax.plot([b.index for b in stack.blocks], values, color=_COLOURS.get(mode), lw=1.8, marker=".", label=mode)
+    ax.set_ylim(bottom=0)
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.set_xlabel("block   (the backward pass goes from right to left)")
+    ax.set_ylabel(f"live memory at the block, {unit}")
+    ax.grid(alpha=0.25)
+    ax.legend(fontsize=8, loc="upper left", title="memory", title_fontsize=8)

@@ -1,0 +1,211 @@
+"""What can be done about drift: each remedy is tried on the model, and its effect is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from retrograde._plan import Plan
+from retrograde._sequence import ReversibleSequence
+from retrograde._step import StepError
+
+from ._bench import Bench, Gradients, Plans, Setup
+from ._compare import compared, worst
+from ._report import Figures, Peak, StackReport, Suggestion
+from ._snapshot import parameters_of
+from ._watch import Look, StackLog
+
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with a fault: the stacks that have it, how they ran, and what was measured there."""
+
+    bench: Bench
+    setup: Setup
+    stacks: tuple[ReversibleSequence, ...]
+    dtypes: tuple[torch.dtype, ...]
+    before: Figures
+    tolerance: float
+    least: float  # the smallest size, as root mean square, of any block's input
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One thing to change: how the stacks run with it, and how a user makes the change.
+
+    `prepared` is a context in which the model has the change, where a `Setup` cannot express it.
+    """
+
+    name: str
+    how: str
+    setup: Setup
+    look: Look = "drift"
+    prepared: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+def tried(
+    bench: Bench, setup: Setup, reports: dict[ReversibleSequence, StackReport], peaks: Sequence[Peak]
+) -> tuple[Suggestion, ...]:
+    """Every remedy that applies, with its effect; first those that are enough, the smallest peak first.
+
+    Nothing is tried where nothing is past the tolerance and no decision flips.
+    """
+    bad = [stack for stack, report in reports.items() if report.first_bad is not None or report.flips]
+    if not bad:
+        return ()
+    before = Figures(
+        drift=max(report.drift for report in reports.values()),
+        gradient_error=max(report.gradient_error for report in reports.values()),
+        flips=sum(report.flips for report in reports.values()),
+        peak_bytes=next(peak.bytes for peak in peaks if peak.memory == "reverse"),
+    )
+    dtypes = tuple(getattr(torch, reports[stack].dtype) for stack in bad)
+    tolerance = max(reports[stack].tolerance for stack in bad)
+    sizes = [block.magnitude for stack in bad for block in reports[stack].blocks if block.magnitude]
+    case = Case(bench, setup, tuple(bad), dtypes, before, tolerance, min(sizes, default=1.0))
+    found = [
+        s for make in (exact_coupling, wider_streams, anchors, decision_replay, checkpoint) for s in _try(make, case)
+    ]
+    return tuple(
+        sorted(found, key=lambda s: (not s.enough, s.after.peak_bytes if s.enough else s.after.gradient_error))
+    )
+
+
+def exact_coupling(case: Case) -> Remedy | None:
+    """Streams on a grid, on which adding is undone to the bit: the finest grid that holds them."""
+    widen = _widened(case, (torch.float16, torch.bfloat16))
+    setup = replace(case.setup, widen=widen)
+    bits: int | None = None
+    while True:
+        try:
+            with _exact(case.stacks, bits), case.bench.run(setup):
+                break
+        except StepError as error:
+            if error.bits is None or 2.0**-error.bits > case.tolerance * case.least:
+                return None  # a grid so coarse would change the model itself
+            bits = error.bits
+    how = f"Set stack.exact = {True if bits is None else bits}{_in_wide_streams(widen)}."
+    grid = "" if bits is None else f", on a grid of 2^-{bits} that the streams' size asks for"
+    return Remedy(f"Exact coupling{grid}", how, setup, prepared=lambda: _exact(case.stacks, bits))
+
+
+@contextmanager
+def _exact(stacks: Sequence[ReversibleSequence], bits: int | None) -> Iterator[None]:
+    steps = [step for stack in stacks for block in stack._blocks() for step in block.each_step()]
+    before = [(step, step.coupling) for step in dict.fromkeys(steps)]
+    try:
+        for stack in stacks:
+            stack.exact = True if bits is None else bits
+        yield
+    finally:
+        for step, coupling in before:
+            step.couple(coupling)
+
+
+def wider_streams(case: Case) -> Remedy | None:
+    """Streams in the next wider dtype; branches compute in their own."""
+    widen = _widened(case, tuple(_WIDER))
+    if not widen:
+        return None
+    dtype = str(next(iter(widen.values()))).removeprefix("torch.")
+    return Remedy(f"Streams in {dtype}", f"Run{_in_wide_streams(widen)}.", replace(case.setup, widen=widen))
+
+
+def _widened(case: Case, narrow: tuple[torch.dtype, ...]) -> dict[ReversibleSequence, torch.dtype]:
+    return {s: _WIDER[dtype] for s, dtype in zip(case.stacks, case.dtypes, strict=True) if dtype in narrow}
+
+
+def _in_wide_streams(widen: dict[ReversibleSequence, torch.dtype]) -> str:
+    if not widen:
+        return ""
+    dtype = next(iter(widen.values()))
+    narrow = next(n for n, wide in _WIDER.items() if wide == dtype) if dtype == torch.float64 else "their own dtype"
+    own = any(type(stack).forward is not ReversibleSequence.forward for stack in widen)
+    back = "; a drop-in returns these streams as they are: cast its output back" if own else ""
+    return f" with stack.stream_dtype = {dtype}, and branches in {narrow} (autocast, or compute= of their steps){back}"
+
+
+def anchors(case: Case) -> Remedy | None:
+    """Streams kept every few blocks: as few as bring the errors within the tolerance."""
+    true, _ = case.bench.gradients(Setup(case.bench.plans("store")))
+    depth = max(len(stack.blocks) for stack in case.stacks)
+    spacing = depth
+    while spacing > 1:
+        spacing = (spacing + 1) // 2
+        plans = {stack: _anchored(plan, spacing, stack in case.stacks) for stack, plan in case.setup.plans.items()}
+        found, logs = case.bench.gradients(Setup(plans), "drift")
+        if max(_drift(logs), gradient_error(case.bench, found, true)) <= case.tolerance:
+            how = f"Set stack.memory = Plan(stack.memory.memory, anchors=range({spacing}, {depth}, {spacing}))."
+            return Remedy(
+                f"Anchors every {spacing} blocks" if spacing > 1 else "Anchors at all blocks", how, Setup(plans)
+            )
+    return None
+
+
+def decision_replay(case: Case) -> Remedy | None:
+    """Indices of the first run in the replay, too."""
+    if not case.before.flips:
+        return None
+    how = "Pass the indices that the branch chooses (top-k, argmax …) through rg.decide."
+    return Remedy("Decision replay", how, case.setup, look="forced decisions")
+
+
+def checkpoint(case: Case) -> Remedy:
+    """Streams kept at every block, and no inverse."""
+    kept = case.bench.plans("checkpoint")
+    plans = {stack: kept[stack] if stack in case.stacks else plan for stack, plan in case.setup.plans.items()}
+    return Remedy("Checkpointing", 'Set stack.memory = "checkpoint"; nothing is rebuilt by an inverse.', Setup(plans))
+
+
+def _anchored(plan: Plan, spacing: int, wanted: bool) -> Plan:
+    return Plan(plan.memory, frozenset(range(spacing, len(plan.memory), spacing))) if wanted else plan
+
+
+def _try(make: Callable[[Case], Remedy | None], case: Case) -> Iterator[Suggestion]:
+    """The remedy with its effect; nothing if it does not apply, or if the model does not run with it."""
+    try:
+        remedy = make(case)
+        if remedy is None:
+            return
+        with remedy.prepared():
+            after = _measured(case.bench, remedy)
+    except Exception:
+        return  # a branch may refuse another dtype or a grid; then this is no remedy for it
+    enough = max(after.drift, after.gradient_error) <= case.tolerance
+    yield Suggestion(remedy.name, remedy.how, case.before, after, enough)
+
+
+def _measured(bench: Bench, remedy: Remedy) -> Figures:
+    """Against stored activations of the same arithmetic: a remedy may change the forward pass by rounding."""
+    stored: Plans = bench.plans("store")
+    true, _ = bench.gradients(replace(remedy.setup, plans=stored))
+    found, logs = bench.gradients(remedy.setup, remedy.look)
+    peak, _ = bench.peak(remedy.setup, "remedy")
+    flips = sum(seen.flips for log in logs.values() for seen in log.steps)
+    return Figures(_drift(logs), gradient_error(bench, found, true), flips, peak.bytes)
+
+
+def _drift(logs: dict[ReversibleSequence, StackLog]) -> float:
+    return worst(seen.drift for log in logs.values() for seen in log.blocks) or 0.0
+
+
+def gradient_error(bench: Bench, found: Gradients, true: Gradients) -> float:
+    """The worst relative error of the gradients of any block, and of what leaves a stack."""
+    errors: list[float | None] = []
+    for stack in bench.stacks.values():
+        errors.append(compared(found.inputs[stack], true.inputs[stack])[0])
+        errors.extend(of_steps(block.each_step(), found, true)[0] for block in stack._blocks())
+    return worst(errors) or 0.0
+
+
+def of_steps(steps: Sequence[Any], found: Gradients, true: Gradients) -> tuple[float | None, float | None]:
+    """The error and cosine of the gradients of some steps' parameters; a gradient that is missing counts as zero."""
+    wanted = dict.fromkeys(p for step in steps for p in parameters_of(step) if p in true.parameters)
+    there = [found.parameters.get(p, torch.zeros_like(true.parameters[p])) for p in wanted]
+    return compared(there, [true.parameters[p] for p in wanted])

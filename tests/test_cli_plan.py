@@ -1,0 +1,71 @@
+"""`retrograde plan`: what it prints, what it writes, and a sentence for every mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer", reason="the command line needs the extra 'cli'")
+
+from typer.testing import CliRunner
+
+import retrograde as rg
+from retrograde.cli._app import app
+
+MODEL = """
+import torch, retrograde as rg
+from torch import nn
+
+def make():
+    torch.manual_seed(0)
+    branch = lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    return rg.ReversibleSequence([rg.two_stream(branch(), branch()) for _ in range(6)]), torch.randn(256, 32)
+
+def plain():
+    return nn.Linear(2, 2), torch.randn(2, 2)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "planned_model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    return lambda *args: CliRunner().invoke(app, ["plan", *args])
+
+
+def test_a_plan_is_printed_beside_what_was_measured_and_saved(run: Any, tmp_path: Path) -> None:
+    result = run("planned_model.py:make", "--budget", "2MiB", "--save", "plan.json", "--plot", "curve.png")
+    assert result.exit_code == 0, result.output
+    for name in ("store", "checkpoint each block", "checkpoint √n", "reverse", "this budget's plan"):
+        assert name in result.stdout
+    plan = rg.Plan.from_json((tmp_path / "plan.json").read_text())
+    assert len(plan.memory) == 6
+    assert str(plan) in result.stdout
+    assert (tmp_path / "curve.png").stat().st_size > 10_000
+
+
+def test_json_is_all_that_is_printed(run: Any) -> None:
+    result = run("planned_model.py:make", "--budget", "1GiB", "--json")
+    found = json.loads(result.stdout)
+    assert found["memory"] == ["store"] * 6
+    assert {way["name"] for way in found["ways"]} >= {"store", "reverse", "checkpoint √n"}
+    assert found["minimum"] <= found["peak"]
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "sentence"),
+    [
+        (("planned_model.py:make", "--budget", "10kB"), 1, "No plan fits 9.77 KiB: the least"),
+        (("planned_model.py:make", "--budget", "a lot"), 2, "not a size"),
+        (("planned_model.py:plain", "--budget", "1GiB"), 1, "0 ReversibleSequences"),
+        (("nowhere.py:make", "--budget", "1GiB"), 2, "There is no file nowhere.py"),
+    ],
+)
+def test_a_mistake_is_told_in_a_sentence(run: Any, args: tuple[str, ...], status: int, sentence: str) -> None:
+    result = run(*args)
+    assert result.exit_code == status
+    assert sentence in result.stderr
+    assert "Traceback" not in result.output
