@@ -39,8 +39,6 @@ RANKS = {
     "_drive": 7,
     "_drift": 8,
     "_sequence": 9,
-    "_trial": 10,
-    "_fit": 11,
     "models": 10,
     "diagnose": 10,
     "planning": 11,
@@ -54,6 +52,7 @@ PUBLIC = {
     PACKAGE / "__init__.py": {
         "Block",
         "DriftError",
+        "FusedOptimizer",
         "Guard",
         "Outputs",
         "Plan",

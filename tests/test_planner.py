@@ -23,6 +23,7 @@ from retrograde.planning import (
     parse_size,
     plan,
     predict,
+    show_size,
     smallest,
 )
 
@@ -205,12 +206,25 @@ def test_blocks_without_an_inverse_are_planned_too() -> None:
     stack(torch.randn(16, 8)).sum().backward()
 
 
-@pytest.mark.parametrize(("text", "size"), [("2GiB", 2**31), ("500 MB", 500 * 10**6), ("1.5kib", 1536), (7, 7)])
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GiB", 2**33), ("500MB", 500_000_000), ("1.5k", 1500), ("64 mib", 2**26), ("2Ti", 2**41), ("77", 77), (7, 7)],
+)
 def test_sizes_are_read_as_people_write_them(text: str | int, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "2 parsecs", "-3MB", "0", "1..5GB"])
+@pytest.mark.parametrize("text", ["", "GiB", "2 parsecs", "-3MB", "0", "1..5GB", "8iB", "1e3", "8 G B"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"not a size|above 0"):
         parse_size(text)
+
+
+def test_sizes_are_written_for_people() -> None:
+    assert [show_size(n) for n in (12, 2048, 3 * 2**20, 5 * 2**30, 1000 * 2**40)] == [
+        "12 B",
+        "2 KiB",
+        "3 MiB",
+        "5 GiB",
+        "1000 TiB",
+    ]

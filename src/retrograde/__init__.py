@@ -8,6 +8,7 @@ from ._block import momentum as momentum
 from ._block import transition as transition
 from ._block import two_stream as two_stream
 from ._decide import decide as decide
+from ._fused import FusedOptimizer as FusedOptimizer
 from ._guard import DriftError as DriftError
 from ._guard import Guard as Guard
 from ._modalities import multimodal as multimodal

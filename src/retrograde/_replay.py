@@ -344,7 +344,8 @@ def edited_in_place(what: str) -> RuntimeError:
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"{what} was edited between the forward pass and its backward pass, which runs the branch again. "
-        "Edit it after the backward pass, or edit a copy."
+        "Edit it after the backward pass, or edit a copy. (A FusedOptimizer edits a weight once its gradient is "
+        "complete: give a weight that an earlier block uses without a gradient to an ordinary optimiser.)"
     )
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from retrograde.diagnose import Diagnosis, ExaminationError, examine
 
+from ._ending import FAULT, WRONG_USAGE, draw, fail
 from ._target import TargetError, load
-
-FAULT, WRONG_USAGE = 1, 2
 
 
 def doctor(
@@ -48,21 +47,21 @@ def doctor(
     or a target that cannot be loaded.
     """
     if not tolerance > 0:
-        _fail(f"--tolerance {tolerance:g}: give a relative error greater than 0, as in --tolerance 1e-3.", WRONG_USAGE)
+        fail(f"--tolerance {tolerance:g}: give a relative error greater than 0, as in --tolerance 1e-3.", WRONG_USAGE)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what a user's code prints is not part of the diagnosis
             found = load(target)
             diagnosis = examine(found.model, *found.args, loss=found.loss, tolerance=tolerance, **found.kwargs)
     except TargetError as error:
-        _fail(str(error), WRONG_USAGE)
+        fail(str(error), WRONG_USAGE)
     except ExaminationError as error:
-        _fail(f"Cannot examine: {error}", FAULT)
+        fail(f"Cannot examine: {error}", FAULT)
     if as_json:
         print(diagnosis.to_json())
     else:
         _show(diagnosis)
     if plot is not None:
-        _draw(diagnosis, plot)
+        draw(diagnosis, plot)
     raise typer.Exit(0 if diagnosis.healthy else FAULT)
 
 
@@ -92,16 +91,3 @@ def _show(diagnosis: Diagnosis) -> None:
     for line in ("", *text.peaks(diagnosis), "", *text.advice(diagnosis)):
         console.print(line, markup=False)
     console.print(diagnosis.verdict, style="green" if diagnosis.healthy else "bold red", markup=False)
-
-
-def _draw(diagnosis: Diagnosis, path: Path) -> None:
-    try:
-        diagnosis.plot(path)
-    except (ImportError, OSError, ValueError) as error:
-        _fail(f"--plot {path}: {error}", WRONG_USAGE)
-    print(f"The picture is in {path}.", file=sys.stderr)
-
-
-def _fail(message: str, status: int) -> Any:
-    print(message, file=sys.stderr)
-    raise typer.Exit(status)

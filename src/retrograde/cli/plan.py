@@ -11,9 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ._ending import FAULT, WRONG_USAGE, draw, fail
 from ._target import Target, TargetError, load
-
-FAULT, WRONG_USAGE = 1, 2
 
 
 def plan(
@@ -50,11 +49,11 @@ def plan(
         with contextlib.redirect_stdout(sys.stderr):  # what a user's code prints is not part of the plan
             planned, comparison = _planned(load(target), size)
     except TargetError as error:
-        _fail(str(error), WRONG_USAGE)
+        fail(str(error), WRONG_USAGE)
     except BudgetError as error:
-        _fail(str(error), FAULT)
+        fail(str(error), FAULT)
     except ValueError as error:
-        _fail(str(error), WRONG_USAGE if "size" in str(error) else FAULT)
+        fail(str(error), WRONG_USAGE if "size" in str(error) else FAULT)
     if save is not None:
         save.write_text(planned.plan.to_json() + "\n", encoding="utf-8")
     if as_json:
@@ -63,7 +62,7 @@ def plan(
     else:
         print(f"{planned}\n\n{comparison.table()}")
     if plot is not None:
-        _draw(comparison, plot)
+        draw(comparison, plot)
 
 
 def _planned(found: Target, budget: int) -> Any:
@@ -88,16 +87,3 @@ def _stderr() -> Any:
     from rich.console import Console
 
     return Console(stderr=True)
-
-
-def _draw(comparison: Any, path: Path) -> None:
-    try:
-        comparison.plot(path)
-    except (ImportError, OSError, ValueError) as error:
-        _fail(f"--plot {path}: {error}", WRONG_USAGE)
-    print(f"The picture is in {path}.", file=sys.stderr)
-
-
-def _fail(message: str, status: int) -> Any:
-    print(message, file=sys.stderr)
-    raise typer.Exit(status)

@@ -7,6 +7,8 @@ from ._costs import ChainCost as ChainCost
 from ._costs import ModeCost as ModeCost
 from ._costs import Prediction as Prediction
 from ._costs import predict as predict
+from ._fit import Fit as Fit
+from ._fit import fit as fit
 from ._planner import BudgetError as BudgetError
 from ._planner import Planned as Planned
 from ._planner import choose as choose
