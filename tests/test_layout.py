@@ -33,6 +33,8 @@ RANKS = {
     "_fused": 3,
     "_record": 4,
     "_tape": 5,
+    "_habits": 1,
+    "_reverse": 6,
     "_offload": 5,
     "_partial": 0,
     "_plan": 6,
@@ -41,12 +43,14 @@ RANKS = {
     "_sequence": 9,
     "models": 10,
     "diagnose": 10,
+    "training": 11,
     "planning": 11,
     "adapters": 11,
-    "cli": 12,
+    "convert": 12,
+    "cli": 13,
 }
 # Tools that look at a run from outside: the code they look at does not know of them.
-SEEN_ONLY_BY = {"diagnose": {"diagnose", "planning", "cli"}}
+SEEN_ONLY_BY = {"diagnose": {"diagnose", "planning", "training", "convert", "cli"}}
 
 PUBLIC = {
     PACKAGE / "__init__.py": {

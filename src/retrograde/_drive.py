@@ -16,9 +16,10 @@ from ._outputs import Outputs
 from ._partial import attention_kept
 from ._plan import INVERTING, Memory, Plan, segments
 from ._record import Call, Kept
+from ._reverse import Probe, ReverseTape
 from ._step import StepError, StreamName
 from ._streams import Streams
-from ._tape import CheckpointTape, Plain, Probe, ReverseTape, known
+from ._tape import CheckpointTape, Plain, known
 from ._torch_private import inside_function_transform
 
 Runner = Plain | CheckpointTape | ReverseTape

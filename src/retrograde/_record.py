@@ -13,7 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ._block import Block, Wire
 from ._decide import Decisions, begin, end
-from ._replay import Ambient, Known, Replay, Replaying, edited_in_place
+from ._habits import Known
+from ._replay import Ambient, Replay, Replaying, edited_in_place
 from ._step import StreamName
 from ._streams import Streams
 from ._torch_private import (

@@ -31,34 +31,24 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ._block import Block, Wire, advance, replaced
 from ._decide import Decisions, begin, end
+from ._habits import Known
 from ._record import NOTHING, Call, Capture, Enough, Kept, Record, Stayed, capturing, leaf, packer, rerun, unedited
-from ._replay import Known, TakingTurns
+from ._replay import TakingTurns
 from ._step import Step, StepError, StreamName
 from ._streams import Streams
-from ._torch_private import has_forward_hooks, keeps_graph, set_grad_enabled
 
 Losses = tuple[Tensor, ...]
-
-
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class Keeps(Protocol):
     """Something that keeps streams until they are asked for."""
 
     def tensors(self) -> Streams: ...
-
-
-class Probe(Protocol):
-    """Sees the streams before a block when they have been rebuilt, and says with which to go on."""
-
-    def rebuilt(self, streams: Streams) -> Streams: ...
 
 
 class Plain:
@@ -143,7 +133,7 @@ class Tape:
         block = self._block
         assert block is not None
         if streams is not self._streams:
-            _check_untouched(self._streams, streams, f"before {wire.step.name}")
+            check_untouched(self._streams, streams, f"before {wire.step.name}")
         if len(self.records) == self.steps:
             if self._hooks is not None:
                 self.close(streams)
@@ -302,111 +292,6 @@ class CheckpointTape(Tape):
         self._filled = filled
 
 
-class ReverseTape(Tape):
-    """Keeps the streams after its steps, and walks back by inverting them.
-
-    Args:
-        partial: makes the contexts of a partial replay: one for the first run of a branch, one for its replay.
-    """
-
-    _end: Kept | None = None
-    _state: Streams = ()
-    _position: int = -1  # the streams in _state are those before the step of this number
-    _probes: dict[int, Probe] | None = None
-
-    def __init__(self, call: Call, steps: int, *, partial: Callable[[], Contexts] | None = None) -> None:
-        super().__init__(call, steps)
-        self._partial = partial
-
-    def watch(self, probe: Probe | None) -> None:
-        """Have `probe` see the streams that the next block is given, when they are rebuilt."""
-        if probe is not None:
-            self._probes = {**(self._probes or {}), len(self.records): probe}
-
-    def run(self, block: Block, streams: Streams, context: Mapping[str, Any]) -> tuple[Streams, Losses]:
-        streams, losses = super().run(block, streams, context)
-        if self._hooks is not None and has_forward_hooks(block):
-            _check_untouched(block.reorder(self._streams), streams, f"after the block [{block.describe()}]")
-        return streams, losses
-
-    def close(self, streams: Streams) -> None:
-        if self._hooks is not None:
-            self.leave()
-            self._end = Kept(tuple(s.detach() for s in streams))
-
-    def _verify(self, record: Record, target: Tensor, update: Any) -> None:
-        step, habits = record.wire.step, record.habits
-        if step.forgets:
-            record.side = step.coupling.side(target)
-        if not habits.verified:
-            if not type(step.coupling).__module__.startswith("retrograde."):
-                step.check_inverse(target, update)
-            habits.verified = True
-
-    def _first_run(self, record: Record) -> AbstractContextManager[Any]:
-        if self._partial is None:
-            return NOTHING
-        keeping, record.taking = self._partial()
-        return keeping
-
-    def _rebuild(self, index: int) -> None:
-        if self._position < index and self._end is not None:
-            self._state, self._position = self._end.tensors(), len(self.records)
-        if not keeps_graph():  # rule 4; should a later step be asked for all the same, the way up to it is below
-            self._end = None
-        while self._position < index:
-            self._state = self._redo(self.records[self._position], self._state, None)
-            self._position += 1
-        while self._position > index + 1:
-            self._undo(None)
-        capture = Capture(index, self._firsts[index], self.records[index])
-        if self._position == index:  # its input is known: run it once more
-            self._redo(self.records[index], self._state, capture)
-        else:
-            self._undo(capture)
-        self._filled[index] = capture
-
-    def _undo(self, capture: Capture | None) -> None:
-        """Move the known state from after a step to before it."""
-        index = self._position - 1
-        record = self.records[index]
-        target, coupling = record.wire.target, record.wire.step.coupling
-        state = record.block.restore_order(self._state) if record.wire.ends_block else self._state
-        if record.stayed is not None:
-            self._state, self._position = replaced(state, target, record.stayed.before), index
-            return
-        start = record.start(state)
-        result: list[Tensor] = []
-
-        def separate(update: Any) -> None:
-            set_grad_enabled(False)
-            try:
-                if record.side is None:
-                    before = coupling.separate(state[target], update)
-                else:
-                    before = coupling.separate(state[target], update, record.side)
-            finally:
-                set_grad_enabled(True)
-            if before.stride() != record.stride:
-                before = _laid_out(record.stride, before)
-            result.append(before)
-            if capture is not None and record.branch_saves < len(record.versions):
-                with capturing(capture):  # for what the coupling saves
-                    coupling.combine(leaf(before, record.requires[target]), update)
-
-        rerun(record, start, self.call, capture, separate)
-        if capture is not None:
-            capture.check((*start, *result))
-        self._state, self._position = replaced(state, target, result[0]), index
-        if self._probes is not None and index in self._probes:
-            self._state = self._probes[index].rebuilt(self._state)
-
-
-def _laid_out(stride: tuple[int, ...], tensor: Tensor) -> Tensor:
-    """The tensor in the memory layout of the first run: kernels give other bits for another one."""
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
 def known(step: Step) -> Known:
     """What was learned of a step in earlier calls."""
     found: Known | None = step.known
@@ -415,7 +300,7 @@ def known(step: Step) -> Known:
     return found
 
 
-def _check_untouched(expected: Streams, given: Streams, where: str) -> None:
+def check_untouched(expected: Streams, given: Streams, where: str) -> None:
     """Between two steps nothing may change a stream, or the inverse would not know of it."""
     for i, (before, now) in enumerate(zip(expected, given, strict=True)):
         if now is before:
