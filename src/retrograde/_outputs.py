@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 
 from ._step import StreamName
 from ._streams import Streams
+from ._torch_private import register_pytree_node
 
 Losses = tuple[Tensor, ...]
 
@@ -47,3 +49,17 @@ class Outputs(tuple[Tensor, ...]):
     def named(self) -> dict[StreamName, Tensor]:
         """The streams by name."""
         return dict(zip(self.names, self, strict=True))
+
+
+def _flatten(outputs: Outputs) -> tuple[list[Any], tuple[StreamName, ...]]:
+    return [tuple(outputs), outputs.aux, outputs.aux_by_block, outputs.hidden], outputs.names
+
+
+def _unflatten(parts: Iterable[Any], names: tuple[StreamName, ...]) -> Outputs:
+    streams, aux, aux_by_block, hidden = parts
+    outputs = Outputs(streams, names)
+    outputs.aux, outputs.aux_by_block, outputs.hidden = aux, aux_by_block, hidden
+    return outputs
+
+
+register_pytree_node(Outputs, _flatten, _unflatten)  # where DDP and FSDP look for the tensors that a model returns

@@ -331,4 +331,9 @@ def _differ(name: str, silent: bool, old: Tensor | None, new: Tensor | None) -> 
 
 def _sharded_since(now: Any, then: Any) -> bool:
     """FSDP2 exchanges sharded and whole parameters by itself; a replay leaves them as it finds them."""
-    return hasattr(now, "placements") != hasattr(then, "placements")
+    return _layout(now) != _layout(then)
+
+
+def _layout(tensor: Any) -> tuple[Any, Any]:
+    """How a tensor lies on a mesh; a whole parameter of a tensor parallel branch is a DTensor too, on a smaller one."""
+    return getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)

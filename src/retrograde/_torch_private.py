@@ -18,6 +18,7 @@ from torch.utils import _pytree
 tree_flatten = _pytree.tree_flatten
 tree_unflatten = _pytree.tree_unflatten
 tree_map = _pytree.tree_map
+register_pytree_node = _pytree.register_pytree_node
 
 set_grad_enabled = torch._C._set_grad_enabled
 """Sets the grad mode without a context manager's cost, which a tiny branch would feel."""

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import typer
 
+from .demo import demo
 from .doctor import doctor
 from .fit import fit
 from .plan import plan
 
-COMMANDS: tuple[Callable[..., None], ...] = (doctor, plan, fit)
+COMMANDS: tuple[Callable[..., None], ...] = (demo, doctor, plan, fit)
 
 app = typer.Typer(
     name="retrograde",

@@ -4,6 +4,9 @@
 `MemoryTracker` counts the bytes of live tensors.
 """
 
+from retrograde._decide import Flips as Flips
+from retrograde._decide import counting_flips as counting_flips
+
 from ._examine import examine as examine
 from ._memory import Event as Event
 from ._memory import Holding as Holding

@@ -1,0 +1,80 @@
+"""What `retrograde demo` found, as a picture in a file and as bars on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from retrograde.planning import show_size
+
+from ._demo_run import MODES, Memory, Size, Training
+
+COLOURS: dict[Memory, str] = {"store": "#b0b0b0", "checkpoint": "#d08c3c", "reverse": "#2b6cb0"}
+RICH: dict[Memory, str] = {"store": "bright_black", "checkpoint": "yellow", "reverse": "blue"}
+MARKERS: dict[Memory, str] = {"store": "o", "checkpoint": "s", "reverse": "^"}
+WIDE = 44  # characters of the longest bar
+
+
+def draw(path: Path, runs: Sequence[Training], peaks: dict[Memory, list[int]], size: Size) -> None:
+    """Memory over depth on the left, loss curves on the right."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11.5, 4.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    _memory(left, peaks, size)
+    _losses(right, runs, size)
+    for ax in (left, right):
+        ax.grid(alpha=0.25)
+        ax.legend(title="memory")
+    figure.savefig(path, dpi=140)
+
+
+def _memory(ax: Any, peaks: dict[Memory, list[int]], size: Size) -> None:
+    for memory in MODES:
+        heights = [peak / 2**20 for peak in peaks[memory]]
+        ax.plot(size.depths, heights, color=COLOURS[memory], marker=MARKERS[memory], lw=2, label=memory)
+    ax.set(title="Activation memory at the peak of a step", xlabel="blocks", ylabel="MiB", xticks=size.depths)
+    ax.set_ylim(bottom=0)
+
+
+def _losses(ax: Any, runs: Sequence[Training], size: Size) -> None:
+    """The longest curve thin, and on it the shorter ones as marks: where they are equal, they lie on it."""
+    for run in sorted(runs, key=lambda run: -len(run.losses)):
+        steps = range(1, len(run.losses) + 1)
+        if len(run.losses) == size.steps:
+            ax.plot(steps, run.losses, color=COLOURS[run.memory], lw=1.6, label=run.memory)
+            continue
+        gap = max(1, size.compared // 12)
+        shift = gap // 2 if run.memory == "checkpoint" else 0
+        ax.plot(
+            steps[shift::gap], run.losses[shift::gap], ls="", ms=6, zorder=3,
+            marker=MARKERS[run.memory], color=COLOURS[run.memory], mec="black", mew=0.5, label=run.memory,
+        )  # fmt: skip
+    ax.axvline(size.compared, color="#555555", lw=1, ls=":")
+    ax.annotate(
+        f"compared to the bit\nup to step {size.compared}", (size.compared, 0.97), xycoords=("data", "axes fraction"),
+        xytext=(6, 0), textcoords="offset points", va="top", fontsize=9, color="#555555",
+    )  # fmt: skip
+    ax.set(title=f"Training loss, {size.depth} blocks, one seed", xlabel="step", ylabel="nats a character")
+
+
+def bars(peaks: dict[Memory, list[int]], size: Size) -> Any:
+    """The memory over depth as a table with a bar for each figure."""
+    from rich.table import Table
+    from rich.text import Text
+
+    most = max(max(found) for found in peaks.values())
+    table = Table(box=None, title="Activation memory at the peak of a step", title_justify="left", padding=(0, 1))
+    table.add_column("blocks", justify="right")
+    table.add_column("memory")
+    table.add_column("peak", justify="right")
+    table.add_column("")
+    for i, depth in enumerate(size.depths):
+        for memory in MODES:
+            peak = peaks[memory][i]
+            bar = Text("█" * max(1, round(WIDE * peak / most)), style=RICH[memory])
+            table.add_row(str(depth) if memory == MODES[0] else "", memory, show_size(peak), bar)
+    return table
