@@ -36,14 +36,14 @@ def random_chain(depth: int, seed: int, *, like: bool = False) -> ChainCost:
         streams = draw.randint(1, 5)
         modes: dict[Any, ModeCost] = {
             "store": ModeCost(
-                draw.random(), draw.randint(5, 30), streams // 2, draw.randint(1, 20), draw.randint(10, 40)
+                draw.random(), draw.randint(5, 30), streams // 2, streams // 2, draw.randint(1, 9), draw.randint(10, 40)
             ),
-            "checkpoint": ModeCost(1 + draw.random(), streams, streams, draw.randint(1, 10), draw.randint(10, 40)),
+            "checkpoint": ModeCost(1 + draw.random(), streams, streams, 0, draw.randint(1, 10), draw.randint(10, 40)),
         }
         if draw.random() < 0.8:
-            modes["reverse"] = ModeCost(1 + draw.random(), 0, 0, draw.randint(1, 10), draw.randint(10, 30))
+            modes["reverse"] = ModeCost(1 + draw.random(), 0, 0, 0, draw.randint(1, 10), draw.randint(10, 30))
         if draw.random() < 0.3 and "reverse" in modes:
-            modes["partial"] = ModeCost(0.8 + draw.random(), 2, 0, draw.randint(1, 10), draw.randint(10, 30))
+            modes["partial"] = ModeCost(0.8 + draw.random(), 2, 0, 0, draw.randint(1, 10), draw.randint(10, 30))
         return BlockCost(streams, draw.randint(0, 6), modes)
 
     blocks = [block()] * depth if like else [block() for _ in range(depth)]
@@ -132,6 +132,26 @@ def test_the_predicted_peak_is_within_5_percent_of_the_measured_one(
     model, tokens, chain = costs
     model.stack.memory = memory
     assert predict(chain, memory).peak == pytest.approx(measured(model, tokens).peak, rel=0.05)
+
+
+def lean(width: int, batch: int) -> tuple[rg.ReversibleSequence, Tensor]:
+    """A stack without anything around it, whose branches are one product each."""
+    torch.manual_seed(0)
+    blocks = [rg.two_stream(nn.Linear(width, width), nn.Linear(width, width)) for _ in range(8)]
+    return rg.ReversibleSequence(blocks), torch.randn(batch, width)
+
+
+@pytest.mark.parametrize(
+    "memory", [*PLANS, ["reverse", "store"] * 4], ids=lambda memory: ",".join(m[0] for m in memory)
+)
+@pytest.mark.parametrize(("width", "batch"), [(8, 4096), (256, 16)], ids=["mostly streams", "mostly gradients"])
+def test_the_peak_is_predicted_where_it_is_made_of_streams_and_where_of_gradients(
+    width: int, batch: int, memory: list[Any]
+) -> None:
+    stack, x = lean(width, batch)
+    chain = measure(stack, x)
+    stack.memory = memory
+    assert predict(chain, memory).peak == pytest.approx(measured(stack, x).peak, rel=0.05)
 
 
 def test_measured_peaks_differ_enough_to_tell_plans_apart(costs: tuple[Classifier, Tensor, ChainCost]) -> None:

@@ -99,6 +99,12 @@ class MemoryTracker(TorchDispatchMode):
                 self._change(watched, -watched.bytes)
                 watched.counts = False
 
+    def counts(self, *tensors: Tensor) -> int:
+        """How many of the live bytes belong to these tensors."""
+        storages = {id(s): s for tensor in tensors for s in _storages(tensor)}
+        watched = [self._watched.get(key) for key in storages]
+        return sum(w.bytes for w in watched if w is not None and w.counts)
+
     @contextmanager
     def phase(self, label: str) -> Iterator[Phase]:
         """Measure the peak of what runs inside, and label its events. Phases may be nested."""

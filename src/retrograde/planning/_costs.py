@@ -29,6 +29,7 @@ class ModeCost:
         seconds: forward and backward.
         held: bytes from its forward to its backward, its input among them where it is kept.
         kept_input: how much of `held` are the input's streams.
+        kept_output: how much of it are the output's, which a stored block may hold.
         forward_peak: the most bytes during its forward, its input included.
         backward_peak: the most bytes during its backward: what it held, the streams' gradients and those of its
             parameters included.
@@ -37,6 +38,7 @@ class ModeCost:
     seconds: float
     held: int
     kept_input: int
+    kept_output: int
     forward_peak: int
     backward_peak: int
 
@@ -81,12 +83,13 @@ class ChainCost:
 
     def carried(self, block: int, memory: Memory, following: Memory | None) -> int:
         """What a block leaves alive: for its own backward, and as the end of a reversed part (1 and 2 of the NOTE)."""
-        held = self.mode(block, memory).held
-        last = block == len(self.blocks) - 1
-        if memory not in INVERTING or last or (following == memory and block + 1 not in self.anchors):
-            return held
-        assert following is not None
-        return held + self.blocks[block + 1].streams - self.mode(block + 1, following).kept_input
+        mode = self.mode(block, memory)
+        if following is None or (following == memory and memory in INVERTING and block + 1 not in self.anchors):
+            return mode.held
+        streams, kept = self.blocks[block + 1].streams, self.mode(block + 1, following).kept_input
+        if memory in INVERTING:
+            return mode.held + streams - kept
+        return mode.held - max(0, mode.kept_output + kept - streams)  # what both hold counts once
 
     def moments(self, block: int, memory: Memory, held: int) -> Iterator[int]:
         """The bytes alive at a block's worst moments, if the blocks before it hold `held`."""

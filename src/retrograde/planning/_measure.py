@@ -48,8 +48,10 @@ def measure_blocks(
         if i == len(blocks) - 1:
             last = _all_modes(stack, block, streams, context, keeps_last=True)
         costs.append(BlockCost(_bytes(streams), _gradient_bytes(block), known[key]))
-        with torch.no_grad():
-            streams = tuple(drive([block], stack.names, Plan(("store",)), [0], streams, context))
+        with torch.enable_grad(), untouched(block):
+            outputs = drive([block], stack.names, Plan(("store",)), [0], streams, context)
+        streams = tuple(o.detach().requires_grad_(o.requires_grad) for o in outputs)
+        del outputs
     if progress is not None:
         progress("blocks", len(blocks), len(blocks))
     return costs, last, streams
@@ -60,7 +62,16 @@ def _likeness(block: Block, streams: Streams) -> Hashable:
     modules = tuple(type(m).__qualname__ for m in block.modules())
     parameters = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters())
     branches = tuple(step.name for step in block.each_step())
-    return modules, parameters, branches, block.training, tuple((tuple(s.shape), s.dtype) for s in streams)
+    shapes = tuple((tuple(s.shape), s.dtype) for s in streams)
+    return modules, parameters, branches, block.training, shapes, tuple(_distinct(streams)[1])
+
+
+def _distinct(streams: Streams) -> tuple[list[Tensor], list[int]]:
+    """The streams as the leaves of a graph, each tensor once, and for each stream which of them it is."""
+    leaves: dict[int, tuple[int, Tensor]] = {}
+    for s in streams:
+        leaves.setdefault(s.data_ptr(), (len(leaves), s.detach().requires_grad_(s.requires_grad)))
+    return [leaf for _, leaf in leaves.values()], [leaves[s.data_ptr()][0] for s in streams]
 
 
 def _all_modes(
@@ -100,7 +111,7 @@ class _Run:
     ) -> None:
         self._names = stack.names
         self._block = block
-        self._leaves = [s.detach().requires_grad_(s.is_floating_point()) for s in streams]
+        self._leaves, self._places = _distinct(streams)
         self._context = context
         self._plan = Plan((mode,))
         self._keeps_last = keeps_last
@@ -117,7 +128,8 @@ class _Run:
     def _entered(self) -> Streams:
         """Streams that were computed, as those inside a chain are: autograd lets them go if nobody saves them."""
         with torch.enable_grad():
-            return tuple(leaf * 1 for leaf in self._leaves)
+            entered = [leaf * 1 for leaf in self._leaves]
+        return tuple(entered[place] for place in self._places)
 
     def seconds(self) -> float:
         self._clear()
@@ -125,12 +137,13 @@ class _Run:
         wait(entered)
         start = time.perf_counter()
         outputs = [o for o in self._forward(entered) if o.requires_grad]
-        torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
+        if outputs:
+            torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
         wait(entered)
         return time.perf_counter() - start
 
-    def bytes(self) -> tuple[int, int, int, int]:
-        """Held after the forward, how much of that is the input, and the peaks of forward and backward."""
+    def bytes(self) -> tuple[int, int, int, int, int]:
+        """Held after the forward, how much of that is input and output, and the peaks of forward and backward."""
         self._clear()
         with MemoryTracker(ignore=[self._block, *self._leaves]) as memory:
             with memory.phase("forward") as forward:
@@ -143,11 +156,13 @@ class _Run:
             ends, made = Alive(outputs), _bytes(outputs)
             kept_input = inputs.bytes()
             del outputs
+            kept_output = 0 if self._plan.memory[0] in INVERTING else ends.bytes()
             held = memory.live - _bytes(gradients) - self._counted_elsewhere(ends.bytes(), made)
             with memory.phase("backward") as backward:
-                torch.autograd.backward(edges, gradients)
+                if edges:
+                    torch.autograd.backward(edges, gradients)
         self._clear()
-        return held, kept_input, forward.peak, backward.peak
+        return held, kept_input, kept_output, forward.peak, backward.peak
 
     def _counted_elsewhere(self, alive: int, made: int) -> int:
         """What of the outputs is not the block's own: a chain counts its last streams and a reversed part's end."""
@@ -164,7 +179,8 @@ class Alive:
     """Which of some tensors' storages are still alive, without holding them."""
 
     def __init__(self, tensors: Streams) -> None:
-        self._storages = [(weakref.ref(t.untyped_storage()), t.untyped_storage().nbytes()) for t in tensors]
+        distinct = {t.data_ptr(): t.untyped_storage() for t in tensors}.values()
+        self._storages = [(weakref.ref(storage), storage.nbytes()) for storage in distinct]
 
     def bytes(self) -> int:
         return sum(size for storage, size in self._storages if storage() is not None)

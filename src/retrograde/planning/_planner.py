@@ -16,7 +16,7 @@ from retrograde._sequence import ReversibleSequence
 from retrograde._streams import Streams
 from retrograde.diagnose import MemoryTracker
 
-from ._costs import ChainCost, Prediction, predict
+from ._costs import BlockCost, ChainCost, Prediction, predict
 from ._measure import Progress, measure_blocks, untouched, wait
 from ._search import cheapest, smallest
 from ._sizes import parse_size, show_size
@@ -135,11 +135,29 @@ def measure(
         blocks, last, outputs = measure_blocks(stack, around.streams, around.context, progress)
         whole = min(_timed(model, batch, loss or mean_square) for _ in range(3))
     used = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in outputs}.values())
+    if not around.made:
+        blocks[0] = _given(blocks[0])
+        last = last if len(blocks) > 1 else {}
     chain = ChainCost(
         tuple(blocks), used, around.before, around.head_peak, around.head_left, 0.0, stack.memory.anchors, last
     )
     inside = predict(chain, stack.memory.memory).seconds
     return replace(chain, seconds_outside=max(0.0, whole - inside))
+
+
+def _given(block: BlockCost) -> BlockCost:
+    """The costs of a first block whose input is part of the batch: it costs nothing to keep it."""
+    modes = {
+        name: replace(
+            mode,
+            held=mode.held - mode.kept_input,
+            kept_input=0,
+            forward_peak=mode.forward_peak - block.streams,
+            backward_peak=mode.backward_peak - mode.kept_input,
+        )
+        for name, mode in block.modes.items()
+    }
+    return BlockCost(0, block.gradients, modes)
 
 
 def measured(model: nn.Module, batch: Any, *, loss: Any = None) -> Prediction:
@@ -199,7 +217,8 @@ class _Around:
 
     streams: Streams
     context: dict[str, Any]
-    before: int
+    before: int  # without the streams
+    made: int  # bytes of the streams that the model made, and did not get with its batch
     head_peak: int
     head_left: int
 
@@ -215,7 +234,8 @@ def _measure_around(model: nn.Module, batch: Any, stack: ReversibleSequence, los
     if "streams" not in seen:
         raise ValueError("The model did not call its ReversibleSequence on this batch, so there is nothing to plan.")
     return _Around(
-        seen["streams"], seen["context"], seen["before"], max(0, seen["head_peak"] - seen["after"]),
+        seen["streams"], seen["context"], seen["before"] - seen["made"], seen["made"],
+        max(0, seen["head_peak"] - seen["after"]),
         max(0, seen["entered"] - seen["after"]),
     )  # fmt: skip
 
@@ -230,9 +250,10 @@ def _observed(stack: ReversibleSequence, memory: MemoryTracker, seen: dict[str, 
             seen["head_peak"] = seen["phase"].peak
 
     def observed(plan: Plan, streams: Streams, context: Mapping[str, Any], hidden: set[int]) -> Any:
-        seen.setdefault("streams", tuple(s.detach() for s in streams))
+        seen.setdefault("streams", tuple(s.detach().requires_grad_(s.requires_grad) for s in streams))
         seen.setdefault("context", dict(context))
         seen.setdefault("before", memory.live)
+        seen.setdefault("made", memory.counts(*streams))
         outputs = original(plan, streams, context, hidden)
         for output in outputs:
             if output.requires_grad:

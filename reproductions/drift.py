@@ -1,0 +1,203 @@
+"""How far rebuilt activations drift, and the gradients with them, against depth and dtype.
+
+Reversing subtracts what was added; in floating point that gives back nearly the same number. Each stack is run
+with stored and with reversed activations, and the gradients of its parameters are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+import retrograde as rg
+from report import Page, Progress, read_options, run, table
+from small_models import reversible, transformer
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The dtype of streams and parameters, whether branches run in bf16 by autocast, and the streams' grid."""
+
+    name: str
+    dtype: torch.dtype = torch.float32
+    autocast: bool = False
+    exact: bool = False
+
+    def precision(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast)
+
+
+ARITHMETICS = (
+    Arithmetic("float32"),
+    Arithmetic("bf16 autocast, float32 streams", autocast=True),
+    Arithmetic("pure bf16", dtype=torch.bfloat16),
+    Arithmetic("float32, exact", exact=True),
+    Arithmetic("bf16 autocast, exact", autocast=True, exact=True),
+)
+TRUTH = Arithmetic("float64", dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Size:
+    width: int
+    length: int
+    batch: int
+    depths: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+
+QUICK = Size(width=16, length=4, batch=2, depths=(2, 12), seeds=(0,))
+FULL = Size(width=64, length=32, batch=2, depths=(12, 48, 96, 192, 384, 1000), seeds=(0, 1, 2))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Relative errors: of the rebuilt first input, of the gradients of all blocks and of the first one.
+
+    `rounding` is the error that stored activations have too, against float64; `equal` is the
+    share of parameters whose gradients have the same bits as those of stored activations.
+    """
+
+    drift: float
+    gradients: float
+    first_block: float
+    rounding: float
+    equal: float
+
+
+class Rebuilt:
+    """Catches what the first branch of a stack reads in the first run, and what it reads again in the replay."""
+
+    def __init__(self, branch: nn.Module) -> None:
+        self.first = self.again = torch.empty(0)
+        self._handle = branch.register_forward_pre_hook(self._look)
+
+    def _look(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if rg.is_replaying():
+            self.again = inputs[0].detach().clone()
+        else:
+            self.first = inputs[0].detach().clone()
+
+    def error(self) -> float:
+        self._handle.remove()
+        assert self.again.numel(), "nothing was rebuilt"
+        return distance([self.again], [self.first])
+
+
+def distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The norm of the difference in units of that of the expected, all tensors as one vector in float64."""
+    difference = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, expected, strict=True))
+    return float((difference / sum(float(b.double().square().sum()) for b in expected)) ** 0.5)
+
+
+def build(arithmetic: Arithmetic, size: Size, depth: int, seed: int) -> tuple[rg.ReversibleSequence, Tensor, Tensor]:
+    """A stack, its input, and the direction of its output that is differentiated: the same numbers in every dtype."""
+    torch.manual_seed(seed)
+    stack = reversible(exact=arithmetic.exact)(transformer(size.width, depth))
+    assert isinstance(stack, rg.ReversibleSequence)
+    x, direction = torch.randn(2, size.batch, size.length, size.width).to(arithmetic.dtype)
+    return stack.to(arithmetic.dtype), x, direction
+
+
+def gradients(
+    stack: rg.ReversibleSequence, x: Tensor, direction: Tensor, memory: Literal["store", "reverse"]
+) -> list[Tensor]:
+    output = stack(x, memory=memory)
+    assert isinstance(output, Tensor)
+    return list(torch.autograd.grad((output * direction).sum(), list(stack.parameters())))
+
+
+def measure(arithmetic: Arithmetic, size: Size, depth: int, seed: int, truth: list[Tensor]) -> Measured:
+    stack, x, direction = build(arithmetic, size, depth, seed)
+    with arithmetic.precision():
+        stored = gradients(stack, x, direction, "store")
+        rebuilt = Rebuilt(next(iter(stack.blocks[0].steps)).branch)  # type: ignore[arg-type]
+        reversed_ = gradients(stack, x, direction, "reverse")
+    first = len(list(stack.blocks[0].parameters()))
+    equal = sum(torch.equal(a, b) for a, b in zip(stored, reversed_, strict=True)) / len(stored)
+    return Measured(
+        rebuilt.error(),
+        distance(reversed_, stored),
+        distance(reversed_[:first], stored[:first]),
+        distance(stored, truth),
+        equal,
+    )
+
+
+def worst(measured: Sequence[Measured]) -> Measured:
+    """The largest errors over the seeds, and the smallest share of equal bits."""
+    return Measured(
+        max(m.drift for m in measured),
+        max(m.gradients for m in measured),
+        max(m.first_block for m in measured),
+        max(m.rounding for m in measured),
+        min(m.equal for m in measured),
+    )
+
+
+def sweep(size: Size) -> dict[tuple[str, int], Measured]:
+    progress = Progress("Depth and seed", len(size.depths) * len(size.seeds))
+    found: dict[tuple[str, int], Measured] = {}
+    for depth in size.depths:
+        measured: dict[str, list[Measured]] = {}
+        for seed in size.seeds:
+            truth = gradients(*build(TRUTH, size, depth, seed), "store")
+            for arithmetic in ARITHMETICS:
+                measured.setdefault(arithmetic.name, []).append(measure(arithmetic, size, depth, seed, truth))
+            progress.step(f"depth {depth}, seed {seed}")
+        found |= {(name, depth): worst(of_seeds) for name, of_seeds in measured.items()}
+    return found
+
+
+def error(value: float) -> str:
+    return f"{value:.1e}" if value else "0"
+
+
+def row(name: str, depth: int, m: Measured) -> list[str]:
+    errors = [error(m.drift), error(m.gradients), error(m.first_block)]
+    return [name, str(depth), *errors, f"{m.equal:.1%}", error(m.rounding)]
+
+
+def results(found: dict[tuple[str, int], Measured], size: Size) -> str:
+    head = ["arithmetic", "depth", "drift of the first input", "gradients", "first block's", "same bits", "rounding"]
+    return table(head, [row(a.name, depth, found[a.name, depth]) for a in ARITHMETICS for depth in size.depths])
+
+
+def draw(found: dict[tuple[str, int], Measured], size: Size) -> Callable[[Any], None]:
+    def drawn(axes: Any) -> None:
+        for panel, field, title in zip(axes, ("drift", "gradients"), ("Rebuilt input", "Gradients"), strict=True):
+            for arithmetic in ARITHMETICS:
+                values = [getattr(found[arithmetic.name, depth], field) for depth in size.depths]
+                style = "x--" if arithmetic.exact else "o-"
+                panel.plot(size.depths, values, style, label=arithmetic.name)
+            panel.set_yscale("symlog", linthresh=1e-8)
+            panel.set(xscale="log", xlabel="blocks", ylabel="relative error", title=title, ylim=(-1e-9, None))
+        axes[0].legend(fontsize="small")
+
+    return drawn
+
+
+def main() -> None:
+    options = read_options(__doc__)
+    size = QUICK if options.quick else FULL
+    page = Page("drift", "Drift against depth and dtype", options)
+    found = sweep(size)
+    page.add(
+        f"Transformer blocks of width {size.width}, length {size.length}, batch {size.batch}; weights as torch makes "
+        f"them, seeds {', '.join(map(str, size.seeds))}. The worst of the seeds is given. Errors are relative, the "
+        "gradients of all parameters taken as one vector. *Gradients* compares reversed with stored activations; "
+        "*rounding* is how far those of stored activations are from float64, which reversing cannot better. *Same "
+        "bits* is the share of parameters whose gradients are bit-equal to those of stored activations.",
+        results(found, size),
+    )
+    page.draw(draw(found, size), panels=2)
+    page.write()
+
+
+if __name__ == "__main__":
+    run(main)
