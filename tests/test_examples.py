@@ -43,7 +43,7 @@ def output(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     assert not done.stderr
     if pictures := re.findall(r"^Picture: (\S+)$", done.stdout, re.MULTILINE):
         assert all((folder / picture).stat().st_size > 1000 for picture in pictures)
-    assert bool(pictures) == (HAS_MATPLOTLIB and request.param != "routed_language_model")
+    assert bool(pictures) == (HAS_MATPLOTLIB and request.param not in ("routed_language_model", "mixture_of_experts"))
     return done.stdout
 
 
@@ -147,3 +147,13 @@ def test_ctrl_c_ends_an_example_without_a_traceback(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert printed.endswith("Stopped.\n")
     assert not errors
+
+
+@of("mixture_of_experts")
+def test_decided_routing_never_flips(output: str) -> None:
+    rows = re.findall(r"^  (float32|bfloat16) +([\d.]+)% +([\d.]+)% +(\S+) +(\S+)$", output, re.MULTILINE)
+    assert [name for name, *_ in rows] == ["float32", "bfloat16"]
+    assert all(float(held) == 0 for _, _, held, _, _ in rows)
+    _, flips, _, free, decided = rows[1]
+    assert float(flips) > 0.1
+    assert float(decided) < float(free)

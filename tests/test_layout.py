@@ -18,7 +18,7 @@ RANKS = {
     "couplings": 0,
     "_streams": 0,
     "_branch": 0,
-    "_torch_private": 0,
+    "_torch_private": -1,
     "_randomness": 0,
     "_step": 1,
     "_block": 2,

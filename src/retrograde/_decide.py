@@ -50,6 +50,13 @@ class Decisions:
             watcher.flipped += int((value != first).sum())
         return first
 
+    def check_all_taken(self) -> None:
+        """After a replay: raise if it decided less often than the first run."""
+        if self._next < len(self.taken):
+            raise RuntimeError(
+                f"decide() was called {self._next} times in a replay, and {len(self.taken)} times in the first run."
+            )
+
 
 class Flips:
     """How many decisions of replays were compared with those of first runs, and how many differed."""

@@ -10,9 +10,9 @@ import torch
 
 from ._block import Block
 from ._drive import drive
+from ._exactness import Before
 from ._guard import relative_error
 from ._plan import Plan
-from ._randomness import everyday, read, write
 from ._step import StreamName
 from ._streams import Streams
 from ._torch_private import tree_map
@@ -51,28 +51,22 @@ def place_anchors(
     anchor as late as it can be leaves the fewest. Generators and buffers are left as they were.
     """
     anchors: set[int] = set()
-    generators = everyday([s.device for s in streams])
-    states = [read(g) for g in generators]
-    buffers = [(b, b.clone()) for block in blocks for b in block.buffers()]
+    before = Before(blocks, [s.device for s in streams])
     with torch.enable_grad():
         leaves = tuple(s.detach().requires_grad_() for s in streams)
         outputs = drive(
             blocks,
             names,
-            replace(plan, anchors=frozenset()),
+            plan,
             range(len(blocks)),
             leaves,
             tree_map(_detached, dict(context)),
-            find_probe=lambda block, before: _Anchored(block, before, tolerance, anchors) if block else None,
+            find_probe=lambda block, streams: _Anchored(block, streams, tolerance, anchors),
         )
         total = torch.stack([stream.float().sum() for stream in outputs]).sum()
         torch.autograd.grad(total, leaves, allow_unused=True)
-    for generator, state in zip(generators, states, strict=True):
-        write(generator, state)
-    with torch.no_grad():
-        for buffer, value in buffers:
-            buffer.copy_(value)
-    return replace(plan, anchors=frozenset(anchors))
+    before.restore()
+    return replace(plan, anchors=plan.anchors | anchors)
 
 
 def _detached(value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from ._block import Block
-from ._exactness import on_grid
+from ._exactness import OnGrid
 from ._offload import Offloaded
 from ._outputs import Outputs
 from ._partial import attention_kept
@@ -78,7 +78,8 @@ def drive(
     if taped and set(plan.memory) != {"store"}:
         call = Call(names, streams, context)
     outputs = Outputs(streams, names)
-    aux, states, exact = outputs.aux_by_block, outputs.hidden, False
+    aux, states = outputs.aux_by_block, outputs.hidden
+    grid, before = OnGrid([blocks[i] for i in running], names), -1
     parts = list(segments(plan, running))
     for part in parts:
         here = [blocks[i] for i in part.blocks]
@@ -86,12 +87,14 @@ def drive(
         try:
             for i, block in zip(part.blocks, here, strict=True):
                 at = i
-                if block.exact and not exact:
-                    streams = on_grid(block, names, streams)
-                exact = block.exact
-                if find_probe is not None and isinstance(runner, ReverseTape):
-                    runner.watch(find_probe(i, streams))
+                streams = grid.before(block, streams)
+                if isinstance(runner, ReverseTape):
+                    runner.watch(None if find_probe is None else find_probe(i, streams))
+                    if _anchored(plan, before, i):
+                        runner.anchor(streams)
                 streams, losses = runner.run(block, streams, context)
+                grid.after(block)
+                before = i
                 if losses:
                     aux[i] = losses
                 if hidden and i in hidden:
@@ -104,6 +107,11 @@ def drive(
     if call is not None and call.ambient.drew_unseen:
         _relearn(blocks)
     return outputs.after(streams)
+
+
+def _anchored(plan: Plan, before: int, block: int) -> bool:
+    """Whether the streams are kept between a block and the one that ran before it."""
+    return any(before < a <= block for a in plan.anchors)
 
 
 def runner_for(

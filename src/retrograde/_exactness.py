@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import _randomness as randomness
 from ._block import Block
@@ -21,9 +21,9 @@ Result = TypeVar("Result")
 
 def make_exact(blocks: Sequence[Block], bits: int | None) -> None:
     """Give every step the exact form of its coupling. Steps that replace their stream stay as they are."""
-    for i, block in enumerate(blocks):
-        for step in block.each_step():
-            step.couple(_exact_form(i, step, bits))
+    forms = [(step, _exact_form(i, step, bits)) for i, block in enumerate(blocks) for step in block.each_step()]
+    for step, coupling in forms:  # all of them, or none
+        step.couple(coupling)
 
 
 def make_ordinary(blocks: Sequence[Block]) -> None:
@@ -62,20 +62,65 @@ def check_all_exact(blocks: Sequence[Block]) -> None:
             "stream that drifts makes the branches that read it drift, so none would be exact. Make all of them exact, "
             "or none."
         )
+    if len(grids := dict.fromkeys(step.coupling.bits for _, step in steps if step.exact)) > 1:
+        raise ValueError(
+            f"Steps are on different grids: bits={', '.join(map(str, grids))}. A stream on a fine grid leaves its "
+            "range where a coarse one does not notice. Give all steps the same bits, or the stack exact=bits."
+        )
 
 
-def on_grid(block: Block, names: tuple[Any, ...], streams: Streams) -> Streams:
-    """The streams as an exact block needs them: each on the grid of the step that updates it."""
-    prepared = list(streams)
-    for wire in block.wires(names):
-        if wire.step.exact:
-            try:
-                prepared[wire.target] = wire.step.coupling.prepare(streams[wire.target])
-            except OutOfRangeError as error:
-                raised = StepError(f"Stream {names[wire.target]!r}, where {wire.step.name} begins, {error}")
-                raised.bits = error.bits
-                raise raised from None
-    return tuple(prepared)
+class OnGrid:
+    """Puts streams on the grid in time: before the first exact block, and after steps that replaced them.
+
+    Args:
+        blocks: the blocks of a call, in the order in which they will run.
+    """
+
+    def __init__(self, blocks: Sequence[Block], names: tuple[Any, ...]) -> None:
+        self._blocks = list(blocks)
+        self._names = names
+        self._done = 0
+        self._loose = set(range(len(names))) if any(block.exact for block in blocks) else set()
+        self._idle = not self._loose
+
+    def before(self, block: Block, streams: Streams) -> Streams:
+        """The streams as the next block needs them: on the grid of the step that will update them next."""
+        if not self._loose or not block.exact:
+            return streams
+        prepared = list(streams)
+        for i in sorted(self._loose):
+            step = self._next_step(i)
+            if step is not None and step.exact:
+                prepared[i] = self._prepared(step, i, streams[i])
+            if step is None or step.exact:
+                self._loose.discard(i)
+        return tuple(prepared)
+
+    def after(self, block: Block) -> None:
+        """Note which streams a block took off the grid."""
+        self._done += 1
+        if not self._idle:
+            self._loose |= {wire.target for wire in block.wires(self._names) if not wire.step.exact}
+            if block.order is not None:
+                self._loose = {block.order.index(i) for i in self._loose}
+
+    def _next_step(self, position: int) -> Step | None:
+        """The step that is the next to update a stream."""
+        for block in self._blocks[self._done :]:
+            for wire in block.wires(self._names):
+                if wire.target == position:
+                    return wire.step
+            position = position if block.order is None else block.order.index(position)
+        return None
+
+    def _prepared(self, step: Step, position: int, stream: Tensor) -> Tensor:
+        try:
+            prepared: Tensor = step.coupling.prepare(stream)
+        except OutOfRangeError as error:
+            raised = StepError(f"Stream {self._names[position]!r}, where {step.name} begins, {error}")
+            raised.bits = error.bits
+            raise raised from None
+        return prepared
 
 
 def rescaling(blocks: Sequence[Block], devices: Sequence[torch.device], run: Callable[[], Result]) -> Result:
@@ -98,20 +143,34 @@ def rescaling(blocks: Sequence[Block], devices: Sequence[torch.device], run: Cal
 
 @contextmanager
 def _undone_by_errors(blocks: Sequence[Block], devices: Sequence[torch.device]) -> Iterator[None]:
-    """After an error, torch's generators and the blocks' buffers are as they were."""
-    generators = randomness.everyday(devices)
-    states = [randomness.read(g) for g in generators]
-    buffers: list[tuple[nn.Module, str, Tensor]] = [
-        (module, name, value.clone())
-        for block in blocks
-        for module in block.modules()
-        for name, value in module.named_buffers(recurse=False)
-    ]
+    """After an error, generators and the blocks' buffers are as they were."""
+    before = Before(blocks, devices)
     try:
         yield
     except StepError:
-        for generator, state in zip(generators, states, strict=True):
-            randomness.write(generator, state)
-        for module, name, value in buffers:
-            setattr(module, name, value)
+        before.restore()
         raise
+
+
+class Before:
+    """Generators and buffers as they are now, to be put back."""
+
+    def __init__(self, blocks: Sequence[Block], devices: Sequence[torch.device]) -> None:
+        modules = [module for block in blocks for module in block.modules()]
+        own = randomness.owned(randomness.held_by(modules))
+        self._states = [(g, randomness.read(g)) for g in [*randomness.everyday(devices), *randomness.rare(), *own]]
+        self._buffers = [
+            (module, name, buffer, buffer.clone())
+            for module in modules
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+
+    def restore(self) -> None:
+        for generator, state in self._states:
+            randomness.write(generator, state)
+        for module, name, buffer, value in self._buffers:
+            if getattr(module, name) is not buffer:
+                setattr(module, name, buffer)
+            if not torch.equal(buffer, value):  # others keep their version: an earlier call may have saved them
+                with torch.no_grad():
+                    buffer.copy_(value)

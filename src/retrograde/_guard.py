@@ -36,7 +36,7 @@ class Guard:
     action: Action = "warn"
 
     def __post_init__(self) -> None:
-        if self.every < 1 or self.tolerance < 0:
+        if self.every < 1 or not self.tolerance >= 0:
             raise ValueError(f"A guard acts every 1 or more calls, at a tolerance of 0 or more, not {self}.")
         if self.action not in get_args(Action):
             raise ValueError(f"action={self.action!r} is not known; choose 'warn' or 'raise'.")
@@ -98,6 +98,8 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     if not expected.numel():
         return 0.0
     wide = torch.float64 if expected.dtype == torch.float64 else torch.float32
-    difference = (found.to(wide) - expected.to(wide)).norm()
-    error = float(difference / expected.to(wide).norm().clamp_min(torch.finfo(wide).tiny))
+    difference, size = (found.to(wide) - expected.to(wide)).norm(), expected.to(wide).norm()
+    if size == 0:  # a velocity at its start: nothing to be relative to
+        size = torch.tensor(float(expected.numel())).sqrt()
+    error = float(difference / size)
     return error if error == error else float("inf")

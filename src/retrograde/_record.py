@@ -293,12 +293,14 @@ def _rerun_branch(
 @contextmanager
 def _deciding(taken: list[tuple[Tensor, int]], hooks: AbstractContextManager[None]) -> Iterator[None]:
     """A context in which a branch decides what it did before."""
-    begin(Decisions(taken))
+    decisions = Decisions(taken)
+    begin(decisions)
     try:
         with hooks:
             yield
     finally:
         end()
+    decisions.check_all_taken()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ NOTE [What a replay restores]
     step's activations are kept in that call.
  3. The training flags and the tensors in the places of parameters and buffers, which
     `functional_call`, FSDP and `module.train()` may have exchanged since.
- 4. Autocast, for every device type involved.
+ 4. Autocast, for every device type involved, and the precision of float32 products.
  An edit in place of a parameter or buffer since the first run is an error, as it is in autograd.
 """
 
@@ -54,12 +54,13 @@ class Ambient:
     generators of Python and NumPy.
     """
 
-    __slots__ = ("_autocast", "_cache", "_rare_seen", "drew_unseen", "generators", "rare", "states")
+    __slots__ = ("_autocast", "_cache", "_precision", "_rare_seen", "drew_unseen", "generators", "rare", "states")
 
     def __init__(self, devices: Sequence[torch.device], context: Iterable[Any]) -> None:
         kinds = dict.fromkeys(["cpu", *(d.type for d in devices if d.type != "meta")])
         self._autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
         self._cache = torch.is_autocast_cache_enabled()
+        self._precision = torch.get_float32_matmul_precision()
         self.generators = randomness.everyday(devices) + randomness.owned(context)
         self.states = self.read()
         self.rare = randomness.rare()
@@ -81,7 +82,9 @@ class Ambient:
         self._rare_seen = [randomness.fingerprint(g) for g in self.rare]
 
     def holds_now(self) -> bool:
-        """Whether autocast is as it was when the call began."""
+        """Whether autocast and the precision of products are as they were when the call began."""
+        if torch.get_float32_matmul_precision() != self._precision:
+            return False
         for kind, enabled, dtype in self._autocast:
             if torch.is_autocast_enabled(kind) != enabled:
                 return False
@@ -90,8 +93,10 @@ class Ambient:
         return True
 
     def again(self) -> ExitStack:
-        """A context with autocast as it was when the call began."""
+        """A context with autocast and the precision of products as they were when the call began."""
         stack = ExitStack()
+        stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision(self._precision)
         for kind, enabled, dtype in self._autocast:
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache))
         return stack

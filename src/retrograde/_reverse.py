@@ -32,6 +32,7 @@ class ReverseTape(Tape):
     """
 
     _end: Kept | None = None
+    _anchor: Kept | None = None
     _state: Streams = ()
     _position: int = -1  # the streams in _state are those before the step of this number
     _probes: dict[int, Probe] | None = None
@@ -39,6 +40,10 @@ class ReverseTape(Tape):
     def __init__(self, call: Call, steps: int, *, partial: Callable[[], Contexts] | None = None) -> None:
         super().__init__(call, steps)
         self._partial = partial
+
+    def anchor(self, streams: Streams) -> None:
+        """Keep the streams before the first step, which the tape before this one ends with: they need no rebuilding."""
+        self._anchor = Kept(tuple(s.detach() for s in streams))
 
     def watch(self, probe: Probe | None) -> None:
         """Have `probe` see the streams that the next block is given, when they are rebuilt."""
@@ -72,10 +77,13 @@ class ReverseTape(Tape):
         return keeping
 
     def _rebuild(self, index: int) -> None:
-        if self._position < index and self._end is not None:
+        if index == 0 and self._anchor is not None:
+            self._state, self._position = self._anchor.tensors(), 0
+        elif self._position < index and self._end is not None:
             self._state, self._position = self._end.tensors(), len(self.records)
         if not keeps_graph():  # rule 4; should a later step be asked for all the same, the way up to it is below
             self._end = None
+            self._anchor = self._anchor if index else None
         while self._position < index:
             self._state = self._redo(self.records[self._position], self._state, None)
             self._position += 1

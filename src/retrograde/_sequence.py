@@ -92,6 +92,8 @@ class ReversibleSequence(nn.Module):
         check_all_exact(blocks)
         self._plan = as_plan(memory, blocks)
         self._watch = None if guard is None else Watch(guard)
+        if drift is not None and not drift > 0:
+            raise ValueError(f"drift={drift!r} is no tolerance: give a relative error above 0, such as 1e-3.")
         self._drift = drift
         self._checked: set[frozenset[str]] = set()
 

@@ -32,6 +32,13 @@ def inside_function_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
+def without_transforms(tensor: Tensor) -> Tensor:
+    """The values of a tensor that torch.func has wrapped (of all entries, under vmap)."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 @contextmanager
 def outside_function_transforms() -> Iterator[None]:
     """A context in which no transform is active, for a replay that a batched backward asks for."""

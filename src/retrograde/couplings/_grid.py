@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from retrograde._torch_private import without_transforms
+
 MANTISSA = {torch.float32: 24, torch.float64: 53}
 DEFAULT_BITS = {torch.float32: 16, torch.float64: 40}
 
@@ -55,11 +57,11 @@ class Grid:
 
     def check(self, stream: Tensor) -> None:
         """Raise if a stream on the grid has left the range in which it is exact."""
-        if not stream.numel() or torch.compiler.is_exporting():
+        if not stream.numel() or stream.is_meta or torch.compiler.is_exporting():
             return
-        low, high = torch.aminmax(stream.detach())
+        low, high = torch.aminmax(without_transforms(stream.detach()))
         largest = max(-float(low), float(high))
-        if largest <= self.limit:
+        if largest < self.limit:  # at the limit itself a sum past it may have been rounded down to it
             return
         if not math.isfinite(largest):
             raise OutOfRangeError("reached infinity or NaN; look for a division or an overflow.", None)
@@ -75,7 +77,7 @@ class Grid:
 def bits_for(largest: float, dtype: torch.dtype, *, headroom: float = 1.0) -> int:
     """The finest grid, as its `bits`, on which values up to `headroom * largest` are exact."""
     needed = max(headroom * largest, torch.finfo(dtype).tiny)
-    return MANTISSA[dtype] - math.ceil(math.log2(needed))
+    return MANTISSA[dtype] - math.frexp(needed)[1]  # needed < 2^that
 
 
 class Rounded(torch.autograd.Function):

@@ -36,6 +36,10 @@ class Exact(Coupling):
 
     exact = True
 
+    def __post_init__(self) -> None:
+        if self.bits is not None and (type(self.bits) is not int or abs(self.bits) > 100):
+            raise ValueError(f"bits={self.bits!r} is no whole number from -100 to 100: the grid's spacing is 2^-bits.")
+
     def grid(self, dtype: torch.dtype) -> Grid:
         """The grid of streams of a dtype."""
         return Grid(dtype, self.bits)
@@ -43,7 +47,7 @@ class Exact(Coupling):
     def prepare(self, stream: Tensor) -> Tensor:
         """A stream as the stack starts with it: on the grid."""
         grid = self.grid(stream.dtype)
-        prepared = grid.round(stream)
+        prepared = grid.round(stream) + 0.0  # which makes 0.0 of -0.0: subtraction would not bring the sign back
         grid.check(prepared)
         return prepared
 

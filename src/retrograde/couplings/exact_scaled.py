@@ -18,9 +18,9 @@ class ExactScaled(Exact):
     """`keep * target + scale * update` on a grid, undone to the bit. For momentum networks and MEFT.
 
     With `keep` below 1 several streams lead to the same result: which of them it was is kept in
-    1 bit an element and step for keep ≥ 1/2, 2 bits for keep ≥ 1/4, and so on. These bits are all that grows with
-    depth; at 32 steps and 1 bit they weigh as much as a float32 stream. Where that is too
-    much, anchors or memory="checkpoint" with `Scaled` are the better choice.
+    1 bit an element and step for keep ≥ 1/2, 2 bits for keep ≥ 1/4, 4 for keep ≥ 1/16 and 8 for keep ≥ 1/256. These
+    bits are all that grows with depth; a checkpointed momentum block keeps 64 bits an element. `Scaled` with
+    memory="checkpoint" is the better choice where time matters more: it does without the arithmetic on whole numbers.
 
     Args:
         bits: the grid's spacing is 2^-bits, as in `Exact`.
@@ -31,6 +31,7 @@ class ExactScaled(Exact):
     keep: float = 0.5
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 < self.keep <= 4 or self.side_bits > 8:
             raise ValueError(
                 f"ExactScaled(keep={self.keep}) is out of range: keep must be from 1/256 to 4. A smaller one forgets "
@@ -51,6 +52,8 @@ class ExactScaled(Exact):
     def combine(self, target: Tensor, update: Tensor) -> Tensor:
         grid = self.grid(target.dtype)
         kept: Tensor = _Shrunk.apply(target, self.keep, grid.spacing)  # type: ignore[no-untyped-call]
+        if self.keep > 1:  # the sum may be back in range when this was not
+            grid.check(kept)
         combined = kept + grid.round(self._scaled(update))
         grid.check(combined)
         return combined
