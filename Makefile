@@ -14,7 +14,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types pytest format bench clean
+.PHONY: help demo test lint types pytest docs format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ types: $(READY)  ## mypy, strict
 pytest: $(READY)  ## the tests alone; ARGS="-k name" passes arguments on
 	$(RUN) -m pytest $(ARGS)
 
+docs: $(READY)  ## the documents as a site in site/ (the tests build it too)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
 format: $(READY)  ## let ruff rewrite the code in place
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
@@ -45,7 +48,7 @@ bench: $(READY)  ## retrograde beside its peers: time, memory, gradients (a quar
 	$(RUN) benchmarks/run.py $(ARGS)
 
 clean:  ## remove the environment, caches and what the demo wrote
-	rm -rf $(VENV) demo-output example-output build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo-output example-output build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The file is written last, so an interrupted set-up starts again and a finished one is used as it is.

@@ -1,0 +1,66 @@
+"""What mkdocs builds besides the pages: the notebook as a page, and the reports that pages link to.
+
+A page links a report of the repository as `../benchmarks/results/x.md`, which works where the files are read as they
+are. In the site the report is a page too, and other files of the repository are named without a link.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parent.parent
+REPORTS = ("benchmarks/results", "reproductions/results")
+_OUTWARD = re.compile(r"!?\[([^\]]*)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add a page for each notebook and each report, and the pictures of the reports."""
+    for notebook in sorted((ROOT / "docs").glob("*.ipynb")):
+        files.append(File.generated(config, f"{notebook.stem}.md", content=page_of(json.loads(notebook.read_text()))))
+    for path in reports():
+        uri = f"reports/{path.relative_to(ROOT).as_posix()}"
+        files.append(File.generated(config, uri, content=path.read_bytes()))
+    return files
+
+
+def reports() -> list[Path]:
+    return [path for folder in REPORTS for path in sorted((ROOT / folder).glob("*")) if path.is_file()]
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn links out of docs/ to the reports that are in the site; name what is not in it."""
+    if page.file.src_uri.startswith("reports/"):
+        return markdown
+    return _OUTWARD.sub(_inward, markdown)
+
+
+def _inward(link: re.Match[str]) -> str:
+    text, target, anchor = link[1], link[2], link[3] or ""
+    if any(target.startswith(f"{folder}/") for folder in REPORTS) and (ROOT / target).is_file():
+        return f"[{text}](reports/{target}{anchor})"
+    return f"`{target}`" if text in (target, f"`{target}`") else f"{text} (`{target}`)"
+
+
+def page_of(notebook: dict[str, Any]) -> str:
+    """A notebook as Markdown: its text, its code, and what the code printed and drew."""
+    return "\n\n".join(part for cell in notebook["cells"] for part in _parts(cell)) + "\n"
+
+
+def _parts(cell: dict[str, Any]) -> list[str]:
+    source = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+        return [source]
+    return [f"```python\n{source}\n```", *(_shown(output) for output in cell["outputs"])]
+
+
+def _shown(output: dict[str, Any]) -> str:
+    if output["output_type"] == "stream":
+        return "```text\n" + "".join(output["text"]).rstrip("\n") + "\n```"
+    return f"![](data:image/png;base64,{output['data']['image/png'].strip()})"
