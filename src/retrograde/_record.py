@@ -322,7 +322,7 @@ def _mismatch(record: Record, difference: str) -> RuntimeError:
         f"The replay of {record.wire.step.name} in the block [{record.block.describe()}] {difference}. A branch must "
         "do the same each time it runs: look for state kept outside of buffers, data that changed in between, or "
         "control flow that depends on either. If it decides by comparing (top-k routing), rounding in a rebuilt stream "
-        "may have tipped a decision: retrograde.decide() replays it, and memory='checkpoint' rebuilds without rounding. "
+        "may have tipped a decision: retrograde.decide() replays it, memory='checkpoint' rebuilds without rounding. "
         "retrograde.is_replaying() tells the runs apart, and memory='store' avoids the replay."
     )
 
