@@ -19,8 +19,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(READY)  ## train a deep reversible model and draw its memory (minutes; writes demo-output/)
-	$(RUN) examples/demo.py
+demo: $(READY)  ## train a 48-block model and draw its memory (minutes; writes demo-output/)
+	$(RUN) -m retrograde.cli demo --output demo-output
 
 test: lint types pytest  ## everything CI checks: lint, types, tests, doctests, README
 
@@ -48,18 +48,19 @@ bench: $(READY)  ## retrograde beside its peers: time, memory, gradients (a quar
 	$(RUN) benchmarks/run.py $(ARGS)
 
 clean:  ## remove the environment, caches and what the demo wrote
-	rm -rf $(VENV) demo-output example-output build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo-output memory-profile example-output build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The file is written last, so an interrupted set-up starts again and a finished one is used as it is.
 # A Python without ensurepip (Debian's, without python3-venv) cannot put pip into .venv: its own pip can.
 # --no-build-isolation: a build environment apart would not follow the constraints.
-$(READY): pyproject.toml constraints.txt requirements-interop.txt Makefile
+$(READY): pyproject.toml constraints.txt requirements-interop.txt requirements-hub.txt Makefile
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 10) and f"retrograde needs Python 3.10 or later; $(PYTHON) is {v}. Try make PYTHON=python3.11.")'
 	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(RUN) install pip; }
 	$(RUN) -m pip install --quiet --constraint constraints.txt torch==$(TORCH)
 	$(RUN) -m pip install --quiet --constraint constraints.txt hatchling editables
 	$(RUN) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	$(RUN) -m pip install --quiet --no-deps --requirement requirements-interop.txt
+	$(RUN) -m pip install --quiet --no-deps --requirement requirements-hub.txt
 	$(RUN) -c 'import torch; v = torch.__version__; assert v.split("+")[0] == "$(TORCH)", f"torch is {v}, not $(TORCH)"'
 	@touch $@

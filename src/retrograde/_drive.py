@@ -20,7 +20,7 @@ from ._reverse import Probe, ReverseTape
 from ._step import StepError, StreamName
 from ._streams import Streams
 from ._tape import CheckpointTape, Plain, known
-from ._torch_private import inside_function_transform
+from ._torch_private import constant_when_traced, inside_function_transform, is_exporting
 
 Runner = Plain | CheckpointTape | ReverseTape
 MakeRunner = Callable[..., Runner]
@@ -41,12 +41,16 @@ def outside_compiled_graphs(method: Method) -> Method:
     """
     disabled: list[Any] = []
 
-    @functools.wraps(method)
-    def inner(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
-            return method(*args, **kwargs)
+    @constant_when_traced
+    def make_ready() -> None:
         if not disabled:
             disabled.append(torch.compiler.disable(method))
+
+    @functools.wraps(method)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() or is_exporting() or not torch.is_grad_enabled():
+            return method(*args, **kwargs)
+        make_ready()
         return disabled[0](*args, **kwargs)
 
     return cast("Method", inner)
@@ -74,7 +78,7 @@ def drive(
         make_runner: what runs consecutive blocks of one memory mode; a tape that fits it, unless given.
     """
     call = None
-    taped = torch.is_grad_enabled() and not inside_function_transform() and not torch.compiler.is_exporting()
+    taped = torch.is_grad_enabled() and not inside_function_transform() and not is_exporting()
     if taped and set(plan.memory) != {"store"}:
         call = Call(names, streams, context)
     outputs = Outputs(streams, names)

@@ -46,21 +46,22 @@ _SPARK = torch.empty(0, requires_grad=True)
 class Kept:
     """Tensors kept as autograd keeps its own: edits in place are detected, outer hooks apply.
 
-    They must be detached from any graph: aliases with the same storage and version counter.
+    They must be detached from any graph: aliases with the same storage and version counter. The node's output is
+    held too: in torch 2.6 a node frees what it saved when its output goes.
     """
 
-    __slots__ = ("_node", "_unpacked", "_versions")
+    __slots__ = ("_output", "_unpacked", "_versions")
 
     def __init__(self, tensors: Streams) -> None:
         with torch.enable_grad():
-            self._node: Any = _Keep.apply(_SPARK, tensors).grad_fn  # type: ignore[no-untyped-call]
+            self._output: Any = _Keep.apply(_SPARK, tensors)  # type: ignore[no-untyped-call]
         self._unpacked: Streams | None = None
         self._versions: list[int] = []
 
     def tensors(self) -> Streams:
         """The tensors. They are unpacked once: torch.utils.checkpoint, if it is around us, allows no second time."""
         if self._unpacked is None:
-            self._unpacked = self._node.saved_tensors
+            self._unpacked = self._output.grad_fn.saved_tensors
             self._versions = versions(self._unpacked)
         elif versions(self._unpacked) != self._versions:
             raise edited_in_place("a stream or a tensor of the context")

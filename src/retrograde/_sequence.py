@@ -17,9 +17,11 @@ from ._guard import Guard, Sampled, Watch
 from ._outputs import Outputs
 from ._plan import INVERTING, Memory, Plan, as_plan
 from ._record import Call
+from ._single_graph import refusal, run_in_graph, unfit
 from ._step import StepError, StreamName, check_choice
 from ._streams import Merge, Split, Streams, check_merge, check_split, dense, merge_streams, split_tensor
 from ._structure import check_blocks, groups_of, names_of, positions, probabilities
+from ._torch_private import constant_when_traced
 
 Input = Tensor | Sequence[Tensor] | Mapping[Any, Tensor]
 
@@ -45,6 +47,9 @@ class ReversibleSequence(nn.Module):
         drift: place anchors, on the first training call, so that no rebuilt stream is relatively further from the
             true one than this.
         guard: compare a rebuilt stream with the true one now and then, in training.
+        compiled: how the stack trains inside of a model that is compiled as a whole. "branches" keeps it out of the
+            graph: compile its branches or blocks one by one. "single graph" writes the reversible backward pass into
+            the graph, where nothing is against it (see `single_graph_refusal`).
         layer_drop: the probability with which a block is left out of a call in training, for all
             blocks or one for each. If all would drop, the first is kept. Nothing is rescaled.
 
@@ -70,6 +75,7 @@ class ReversibleSequence(nn.Module):
         drift: float | None = None,
         guard: Guard | None = None,
         layer_drop: float | Sequence[float] = 0.0,
+        compiled: Literal["branches", "single graph"] = "branches",
     ) -> None:
         super().__init__()
         blocks = list(blocks)
@@ -95,6 +101,7 @@ class ReversibleSequence(nn.Module):
         if drift is not None and not drift > 0:
             raise ValueError(f"drift={drift!r} is no tolerance: give a relative error above 0, such as 1e-3.")
         self._drift = drift
+        self.compiled = check_choice("compiled", compiled, ("branches", "single graph"))
         self._checked: set[frozenset[str]] = set()
 
     @property
@@ -187,10 +194,25 @@ class ReversibleSequence(nn.Module):
                 hidden=hidden, find_probe=find_probe, make_runner=self._runner,
             )  # fmt: skip
 
+        if self.compiled == "single graph" and torch.compiler.is_compiling() and torch.is_grad_enabled():
+            reverses = set(plan.memory) == {"reverse"} and not plan.anchors
+            if reverses and not hidden and self.single_graph_refusal() is None and unfit(streams, context) is None:
+                return Outputs(run_in_graph(blocks, self.names, streams, context), self.names)
         find_probe = self._guarded(plan, running)
         if self.overflow == "raise" or not self.exact:
             return run()
         return rescaling(blocks, list(dict.fromkeys(s.device for s in streams)), run)
+
+    @constant_when_traced
+    def single_graph_refusal(self) -> str | None:
+        """Why the stack, as it is now, would not train in one compiled graph; None if it would.
+
+        A call goes into the graph if, besides, its inputs allow it: float32 or float64 streams, no autocast, and no
+        hidden states asked for.
+        """
+        if self._watch is not None or self._drops():
+            return "a guard or layer drop decides anew in each call"
+        return refusal(self._blocks())
 
     def _runner(
         self, memory: Memory, call: Call | None, names: tuple[StreamName, ...], blocks: list[Block], *, keeps_last: bool
@@ -233,8 +255,7 @@ class ReversibleSequence(nn.Module):
         return self._plan
 
     def _streams_of(self, x: Input) -> Streams:
-        streams = self._split(x)
-        return streams if self.stream_dtype is None else tuple(s.to(self.stream_dtype) for s in streams)
+        return self._split(x if self.stream_dtype is None else _cast(x, self.stream_dtype))
 
     def _split(self, x: Input) -> Streams:
         if isinstance(x, Tensor):
@@ -272,7 +293,8 @@ class ReversibleSequence(nn.Module):
         given = frozenset(context)
         if given not in self._checked:
             check_names(self._blocks(), given)
-            self._checked.add(given)
+            if not torch.compiler.is_compiling():  # an exported program may have no side effects
+                self._checked.add(given)
 
     def _blocks(self) -> list[Block]:
         return list(self.blocks)  # type: ignore[arg-type]
@@ -281,6 +303,15 @@ class ReversibleSequence(nn.Module):
         modes = dict.fromkeys(self._plan.memory)
         memory = next(iter(modes)) if len(modes) == 1 else list(self._plan.memory)
         return f"split={self.split!r}, merge={self.merge!r}, dim={self.dim}, memory={memory!r}"
+
+
+def _cast(x: Input, dtype: torch.dtype) -> Input:
+    """The input in another dtype, before it is split: gradients of the streams are summed in the wide one."""
+    if isinstance(x, Tensor):
+        return x.to(dtype)
+    if isinstance(x, Mapping):
+        return {name: stream.to(dtype) for name, stream in x.items()}
+    return [stream.to(dtype) for stream in x]
 
 
 def _in_dtype_of(x: Input, outputs: Outputs) -> Outputs:

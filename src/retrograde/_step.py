@@ -106,9 +106,10 @@ class Step(nn.Module):
 
     def update(self, sources: list[Tensor], kwargs: Mapping[str, Any]) -> tuple[Any, Tensor | None]:
         """Run the branch: its update, and its auxiliary loss if it has one."""
-        before = versions(sources)
+        looked_at = [] if torch.compiler.is_dynamo_compiling() else sources  # a traced tensor has no version to compare
+        before = versions(looked_at)
         result = self.branch(*self._read(sources), **kwargs)
-        if versions(sources) != before:
+        if versions(looked_at) != before:
             raise StepError(
                 f"{self.name} edited one of its sources in place. The step leaves its sources as they are, and its "
                 "inverse depends on it: use an out-of-place operation (for example relu(x) in the place of relu_(x))."

@@ -5,9 +5,9 @@ Each has no public equivalent. Nothing else in the package names an underscore o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,11 @@ tree_flatten = _pytree.tree_flatten
 tree_unflatten = _pytree.tree_unflatten
 tree_map = _pytree.tree_map
 register_pytree_node = _pytree.register_pytree_node
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+"""Public, but not there before torch 2.7."""
 
 set_grad_enabled = torch._C._set_grad_enabled
 """Sets the grad mode without a context manager's cost, which a tiny branch would feel."""
@@ -144,6 +149,31 @@ class Survey:
             if slots.get(name) is not thing:
                 return False
         return True
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module, or differentiating it, does more than its forward says."""
+    return has_forward_hooks(module) or bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def saved_tensor_hooks_active() -> bool:
+    """Whether a tape, a checkpoint or a user's hooks are around this code; True where an old torch does not tell."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(False) is not None
+
+
+def assert_in_graph(condition: Tensor, message: str) -> None:
+    """Raise when the graph that this is traced into runs and the condition does not hold."""
+    torch._assert_async(condition, message)
+
+
+def constant_when_traced(method: Method) -> Method:
+    """Have a compiler run the method while it traces, and take its result for a constant.
+
+    What `torch.compiler.assume_constant_result` does, without loading the compiler.
+    """
+    method._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return method
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

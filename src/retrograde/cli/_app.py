@@ -10,8 +10,10 @@ from .demo import demo
 from .doctor import doctor
 from .fit import fit
 from .plan import plan
+from .profile import profile
+from .train import train
 
-COMMANDS: tuple[Callable[..., None], ...] = (demo, doctor, plan, fit)
+COMMANDS: tuple[Callable[..., None], ...] = (demo, train, doctor, profile, plan, fit)
 
 app = typer.Typer(
     name="retrograde",

@@ -23,7 +23,7 @@ class Bar:
         from rich.console import Console
 
         self.label, self.total, self.start = label, total, start
-        self.console = Console(stderr=True, highlight=False)
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self.began = time.perf_counter()
         self._shown = start
         self._live = _live(self.console) if self.console.is_terminal else None
@@ -38,7 +38,7 @@ class Bar:
         if self._live:
             self._live.stop()
 
-    def show(self, step: int, loss: float, *, rate: float, peak: int) -> None:
+    def show(self, step: int, loss: float, rate: float, peak: int) -> None:
         """Say that a step is done; `rate` is in tokens a second, `peak` in bytes."""
         figures = f"loss {loss:.4f} · {rate:,.0f} tokens/s · peak {show_size(peak)}"
         if self._live:
@@ -57,12 +57,12 @@ def _live(console: Any) -> Any:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     return Progress(
-        TextColumn("  {task.description:<11}"),
-        BarColumn(bar_width=24),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24 if console.width >= 100 else 8),
         MofNCompleteColumn(),
         TextColumn("{task.fields[figures]}"),
         TimeRemainingColumn(compact=True),
-        TextColumn("left"),
+        *([TextColumn("left")] if console.width >= 100 else []),
         console=console,
         refresh_per_second=5,
     )

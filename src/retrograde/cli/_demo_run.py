@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,8 @@ from retrograde.models import ReversibleLM
 
 Memory = Literal["store", "checkpoint", "reverse"]
 MODES: tuple[Memory, ...] = ("store", "checkpoint", "reverse")
-RATE = 4e-3
+RATE = 3e-3
+GRID = 14  # bits: streams up to 1024 are exact
 Tell = Callable[[int, float, float, int], None]  # step, loss, tokens a second, peak bytes
 
 
@@ -29,28 +29,36 @@ class Size:
     heads: int = 4
     batch: int = 8
     length: int = 64
-    steps: int = 240
+    steps: int = 280
     compared: int = 60
     depths: tuple[int, ...] = (4, 8, 16, 32, 64)
-    sample: int = 300
+    samples: int = 6
 
 
 FULL = Size()
-QUICK = Size(width=16, heads=2, batch=2, length=16, steps=6, compared=4, depths=(4, 8, 16), sample=40)
+QUICK = Size(width=16, heads=2, batch=2, length=16, steps=6, compared=4, depths=(4, 8, 16), samples=2)
 
 
 @dataclass(frozen=True)
 class Training:
-    """A run in one memory mode: each loss, seconds a step, the peak of a step in bytes, and a digest of the weights.
+    """A run in one memory mode: each loss, seconds a step, the peak of a step in bytes, and the weights.
 
-    The peak leaves out the parameters and their gradients. The digest is of the weights after `Size.compared` steps.
+    The peak leaves out the parameters and their gradients. The weights are those after `Size.compared` steps.
     """
 
     memory: Memory
     losses: list[float]
     seconds: float
     peak: int
-    weights: str
+    weights: list[Tensor] = field(repr=False)
+
+    def equals(self, other: Training, steps: int) -> bool:
+        """Whether the losses of the first steps, and the weights after them, are the same to the bit."""
+        same = all(torch.equal(a, b) for a, b in zip(self.weights, other.weights, strict=True))
+        return same and self.losses[:steps] == other.losses[:steps]
+
+    def figures(self) -> dict[str, Any]:
+        return {"memory": self.memory, "losses": self.losses, "seconds_a_step": self.seconds, "peak": self.peak}
 
 
 class Corpus:
@@ -76,7 +84,10 @@ class Corpus:
 
 
 def build(corpus: Corpus, size: Size, memory: Memory, *, depth: int | None = None) -> ReversibleLM:
-    return ReversibleLM(len(corpus.characters), size.width, depth or size.depth, size.heads, memory=memory, exact=True)
+    depth = depth or size.depth
+    model = ReversibleLM(len(corpus.characters), size.width, depth, size.heads, memory=memory, exact=GRID)
+    nn.init.normal_(model.embed.weight, std=size.width**-0.5)  # not to be drowned by the updates of a deep stack
+    return model
 
 
 def train(
@@ -89,7 +100,9 @@ def train(
     optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _slope(step, size.steps))
     generator = torch.Generator().manual_seed(seed + 1)
-    losses, weights, began = [], "", time.perf_counter()
+    losses: list[float] = []
+    weights: list[Tensor] = []
+    began = time.perf_counter()
     for step in range(1, steps + 1):
         loss = model.loss(corpus.batch(size, generator))
         optimiser.zero_grad()
@@ -99,7 +112,7 @@ def train(
         schedule.step()
         losses.append(loss.item())
         if step == size.compared:
-            weights = digest(model)
+            weights = [parameter.detach().clone() for parameter in model.parameters()]
         tell(step, losses[-1], step * size.batch * size.length / (time.perf_counter() - began), peak)
     return model, Training(memory, losses, (time.perf_counter() - began) / steps, peak, weights)
 
@@ -110,21 +123,14 @@ def _slope(step: int, steps: int) -> float:
     return min((step + 1) / warm, max(0.02, (steps - step) / (steps - warm)))
 
 
-def digest(model: nn.Module) -> str:
-    """A short name for the bits of all parameters."""
-    found = hashlib.sha256()
-    for parameter in model.parameters():
-        found.update(bytes(parameter.detach().contiguous().view(torch.uint8).flatten().tolist()))
-    return found.hexdigest()[:16]
-
-
 def peak_of(model: ReversibleLM, tokens: Tensor) -> int:
     """Bytes at the peak of a forward and a backward pass, less the parameters and their gradients."""
     model.loss(tokens).backward()  # so that the gradients are there to be ignored
     with MemoryTracker(ignore=[model, tokens]) as tracker:
         model.loss(tokens).backward()
     model.zero_grad()
-    return tracker.peak
+    peak: int = tracker.peak
+    return peak
 
 
 def sweep(corpus: Corpus, size: Size, seed: int, tell: Callable[[int], None]) -> dict[Memory, list[int]]:
@@ -139,13 +145,10 @@ def sweep(corpus: Corpus, size: Size, seed: int, tell: Callable[[int], None]) ->
     return peaks
 
 
-def sample(model: ReversibleLM, corpus: Corpus, length: int, seed: int) -> str:
-    """What the model makes of a beginning."""
+def sample(model: ReversibleLM, corpus: Corpus, size: Size, seed: int) -> list[str]:
+    """What the model makes of a beginning, a few times, no longer than the texts it was trained on."""
     generator = torch.Generator().manual_seed(seed + 2)
-    found = model.generate(corpus.encode("The ")[None], length, temperature=0.7, top_k=20, generator=generator)
-    return corpus.decode(found[0])
-
-
-def first_difference(one: Sequence[float], other: Sequence[float]) -> int | None:
-    """The first step whose losses are not the same number, counted from 1."""
-    return next((step for step, (a, b) in enumerate(zip(one, other, strict=False), 1) if a != b), None)
+    beginnings = corpus.encode("The ").expand(size.samples, -1)
+    steps = size.length - beginnings.shape[1]
+    found = model.generate(beginnings, steps, temperature=0.7, top_k=20, generator=generator)
+    return [corpus.decode(row) for row in found]

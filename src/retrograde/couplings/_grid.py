@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrograde._torch_private import without_transforms
+from retrograde._torch_private import is_exporting, without_transforms
 
 MANTISSA = {torch.float32: 24, torch.float64: 53}
 DEFAULT_BITS = {torch.float32: 16, torch.float64: 40}
@@ -57,7 +57,7 @@ class Grid:
 
     def check(self, stream: Tensor) -> None:
         """Raise if a stream on the grid has left the range in which it is exact."""
-        if not stream.numel() or stream.is_meta or torch.compiler.is_exporting():
+        if not stream.numel() or stream.is_meta or is_exporting():
             return
         low, high = torch.aminmax(without_transforms(stream.detach()))
         largest = max(-float(low), float(high))

@@ -13,6 +13,11 @@ from ._memory import Holding as Holding
 from ._memory import MemoryTracker as MemoryTracker
 from ._memory import Phase as Phase
 from ._memory import holdings as holdings
+from ._profile import BlockMemory as BlockMemory
+from ._profile import ModeProfile as ModeProfile
+from ._profile import Part as Part
+from ._profile import Profile as Profile
+from ._profile import profile as profile
 from ._report import Behaviour as Behaviour
 from ._report import BlockReport as BlockReport
 from ._report import Diagnosis as Diagnosis

@@ -1,0 +1,179 @@
+"""`retrograde train`: train a language model as a TOML file says."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ._ending import FAULT, WRONG_USAGE, fail
+
+INTERRUPTED = 130
+
+
+def train(
+    config: Annotated[Path | None, typer.Argument(help="The TOML file.", show_default=False)] = None,
+    example: Annotated[bool, typer.Option("--example", help="Print a configuration with all keys, and end.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Check configuration and data, and end.")] = False,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="table.key=value", help="In the place of the file's value.")
+    ] = None,
+    start: Annotated[
+        Path | None, typer.Option("--from", help="Go on from this checkpoint, not the last.", show_default=False)
+    ] = None,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Go on although the configuration computes something else now.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each event as a line of JSON, and no bar.")] = False,
+) -> None:
+    """Train a reversible language model on a text, a folder of texts, or a file of tokens.
+
+    A configuration needs no more than the path of the text; `--example` prints all there is to set.
+
+        # config.toml
+        [data]
+        path = "shakespeare.txt"
+
+        retrograde train --example > config.toml
+        retrograde train config.toml
+        retrograde train config.toml --set training.steps=200 --set output.folder=short
+        torchrun --nproc-per-node 2 -m retrograde.cli train config.toml
+
+    The output folder gets log.jsonl and checkpoints (safetensors and JSON: nothing in them is run as code).
+    The same command goes on from the last checkpoint after an interrupt, a crash or a kill; on a CPU it ends with
+    the bits of a run that was left alone.
+
+    Exit status: 0 trained, or already finished; 1 the run failed (its good checkpoints are as they were);
+    2 wrong usage or configuration; 130 interrupted, after a checkpoint.
+    """
+    from retrograde.training import CheckpointError, ConfigError, TrainingError
+
+    if example:
+        print(resources.files("retrograde.training").joinpath("example.toml").read_text(encoding="utf-8"), end="")
+        return
+    if config is None:
+        fail("Name a configuration: retrograde train config.toml. --example prints one.", WRONG_USAGE)
+    try:
+        stopped = _run(config, _overrides(set_ or []), check, start, accept_changes, as_json)
+    except ConfigError as error:
+        _fail(str(error), WRONG_USAGE)
+    except (CheckpointError, TrainingError) as error:
+        _fail(str(error), FAULT)
+    except KeyboardInterrupt:
+        _fail("Stopped at once; the same command goes on from the last checkpoint.", INTERRUPTED)
+    raise typer.Exit(INTERRUPTED if stopped else 0)
+
+
+def _leads() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _fail(message: str, status: int) -> Any:
+    """As `fail`, but a sentence comes once, not from every process that torchrun started."""
+    if not _leads():
+        raise typer.Exit(status)
+    fail(message, status)
+
+
+def _overrides(given: list[str]) -> dict[str, Any]:
+    from retrograde.training._config import ConfigError, parse_value
+
+    found = {}
+    for text in given:
+        name, separator, value = text.partition("=")
+        if not separator or "." not in name:
+            raise ConfigError(f"--set {text}: write table.key=value, as in --set training.steps=200.")
+        found[name.strip()] = parse_value(value.strip())
+    return found
+
+
+def _run(
+    path: Path, overrides: dict[str, Any], check: bool, start: Path | None, accept_changes: bool, as_json: bool
+) -> bool:
+    """Whether the run was interrupted."""
+    from retrograde.training import Options, read_config
+    from retrograde.training import train as run
+
+    config = read_config(path, overrides)
+    if check:
+        _summary(config)
+        return False
+    with _interrupts() as interrupted, _shown(config, as_json) as tell:
+        result = run(config, Options(tell=tell, start=start, accept_changes=accept_changes, stop=interrupted))
+    if _leads() and not as_json:
+        _say_how_it_ended(result, config)
+    return result.step < config.training.steps
+
+
+def _summary(config: Any) -> None:
+    from retrograde.training._data import read_corpus
+    from retrograde.training._loop import build_model
+
+    corpus = read_corpus(config.data)
+    weights = sum(p.numel() for p in build_model(config, corpus.vocabulary).parameters())
+    print(
+        f"The configuration is good: {len(corpus.seen):,} tokens to train on, {len(corpus.unseen):,} to evaluate on, "
+        f"{corpus.vocabulary.size:,} different ones; {config.model.depth} blocks, {weights:,} weights."
+    )
+
+
+def _say_how_it_ended(result: Any, config: Any) -> None:
+    if result.step == result.began:
+        print(f"Already finished: {result.checkpoint} is at step {result.step} of {config.training.steps}.")
+    elif result.step < config.training.steps:
+        print(f"Interrupted at step {result.step}: {result.checkpoint}. The same command goes on from there.")
+    else:
+        print(f"Finished at step {result.step}: {result.checkpoint}")
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C (or SIGTERM) ends the run after its step, with a checkpoint; the second at once."""
+    caught: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if caught or "RANK" in os.environ:  # several processes would stop at different steps, and wait for each other
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    before = [(number, signal.signal(number, note)) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        yield lambda: bool(caught)
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _shown(config: Any, as_json: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Shows events as JSON lines, or as a bar with lines above it."""
+    if as_json or not _leads():
+        yield lambda event: print(json.dumps(event), flush=True)
+        return
+    from ._bar import Bar
+
+    bars: list[Bar] = []
+
+    def tell(event: dict[str, Any]) -> None:
+        if event["event"] == "start":
+            bars.append(Bar("training", config.training.steps, start=event["step"]))
+            bars[0].__enter__()
+        elif event["event"] == "step":
+            rate, peak = event["tokens_per_second"], event["peak_memory"]
+            bars[0].show(event["step"], event["loss"], rate, peak)
+        elif event["event"] == "evaluation":
+            bars[0].say(f"  step {event['step']}: loss on unseen text {event['loss']:.4f}")
+
+    try:
+        yield tell
+    finally:
+        for bar in bars:
+            bar.__exit__(*sys.exc_info())

@@ -1,0 +1,7 @@
+"""The recipes of `convert`, with their values."""
+
+from ._recipes import BDIA as BDIA
+from ._recipes import Annealed as Annealed
+from ._recipes import Momentum as Momentum
+from ._recipes import ScaledResidual as ScaledResidual
+from ._recipes import TwoStream as TwoStream

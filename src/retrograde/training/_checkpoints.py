@@ -1,0 +1,202 @@
+"""Checkpoints: a folder each, with tensors in safetensors and the rest in JSON. Nothing in them is ever run.
+
+NOTE [Why a checkpoint is whole or not there]
+ 1. It is written under another name (`.unfinished`), each file is flushed to the disk, and the folder is then renamed,
+    which file systems do at once. Who is killed before leaves an unfinished one, which the next run removes.
+ 2. `state.json` has the size and the SHA-256 of each file, so that a truncated or altered one is noticed.
+ 3. Old ones are removed after the new one is there, and are renamed first, so that no half of one looks like one.
+ 4. A checkpoint that is not whole is never removed, replaced or skipped without a word: the run ends with an error
+    that names the last one that is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+FORMAT = 1
+_MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be written or read; the message says why, what is still good, and what to do."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a run needs to go on as if it had not stopped."""
+
+    step: int
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    details: dict[str, Any]
+
+
+class CheckpointFolder:
+    """The checkpoints of one run, the last `keep` of them. See NOTE [Why a checkpoint is whole or not there]."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08}"
+
+    def found(self) -> list[Path]:
+        """Those that were finished, the oldest first."""
+        names = sorted(self.folder.glob("step-*")) if self.folder.is_dir() else []
+        return [path for path in names if path.is_dir() and path.name.removeprefix("step-").isdecimal()]
+
+    def tidy(self) -> None:
+        """Make the folder, and remove what a killed run left unfinished."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for left in [*self.folder.glob("step-*.unfinished"), *self.folder.glob("step-*.removed")]:
+            shutil.rmtree(left, ignore_errors=True)
+
+    def save(self, checkpoint: Checkpoint) -> Path:
+        """Write a checkpoint, then remove those that are too old."""
+        path = self.path(checkpoint.step)
+        unfinished = path.with_name(f"{path.name}.unfinished")
+        try:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            _write(unfinished, checkpoint)
+            if path.exists():
+                self._remove(path)
+            unfinished.rename(path)
+            _flush(self.folder)
+        except (OSError, _safetensors_error()) as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise CheckpointError(
+                f"The checkpoint {path} could not be written: {getattr(error, 'strerror', None) or error}. "
+                f"{self._last_good(path)} Make room, and run the same command again to go on from there."
+            ) from None
+        for old in self.found()[: -self.keep]:
+            self._remove(old)
+        return path
+
+    def load(self, path: Path) -> Checkpoint:
+        """Read a checkpoint and see that it is whole."""
+        try:
+            state = _checked_state(path)
+            load = _safetensors().load_file
+            return Checkpoint(state["step"], load(path / _MODEL), load(path / _OPTIMIZER), state["details"])
+        except (OSError, ValueError, KeyError, TypeError, _safetensors_error()) as error:
+            reason = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error)
+            raise CheckpointError(
+                f"The checkpoint {path} is damaged: {reason}. {self._last_good(path)} Nothing was changed. To go on "
+                "from another one, name it with --from; a damaged one is replaced when training reaches its step again."
+            ) from None
+
+    def _last_good(self, other: Path) -> str:
+        for path in reversed(self.found()):
+            if path != other:
+                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                    _checked_state(path)
+                    return f"The last good one is {path}."
+        return "There is no other good one."
+
+    def _remove(self, path: Path) -> None:
+        removed = path.with_name(f"{path.name}.removed")
+        shutil.rmtree(removed, ignore_errors=True)
+        path.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
+
+
+def _write(folder: Path, checkpoint: Checkpoint) -> None:
+    folder.mkdir()
+    save = _safetensors().save_file
+    files = {}
+    for name, tensors in ((_MODEL, checkpoint.model), (_OPTIMIZER, checkpoint.optimizer)):
+        save({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name)
+        _flush(folder / name)
+        files[name] = {"bytes": (folder / name).stat().st_size, "sha256": _digest(folder / name)}
+    state = {"format": FORMAT, "step": checkpoint.step, "files": files, "details": checkpoint.details}
+    state["sha256"] = _digest_of(state)
+    (folder / _STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+    _flush(folder / _STATE)
+    _flush(folder)
+
+
+def _checked_state(path: Path) -> dict[str, Any]:
+    """The state of a checkpoint whose files are all as they were written."""
+    try:
+        state: Any = json.loads((path / _STATE).read_text(encoding="utf-8"))
+    except ValueError:
+        raise ValueError(f"{_STATE} is not JSON") from None
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise ValueError(f"{_STATE} is not of format {FORMAT}, which this version reads")
+    if state.pop("sha256", None) != _digest_of(state):
+        raise ValueError(f"{_STATE} was altered")
+    for name, wanted in state["files"].items():
+        size = (path / name).stat().st_size
+        if size != wanted["bytes"]:
+            raise ValueError(f"{name} has {size:,} bytes in the place of {wanted['bytes']:,}")
+        if _digest(path / name) != wanted["sha256"]:
+            raise ValueError(f"{name} was altered: it has its size, but not its SHA-256")
+    return dict(state)
+
+
+def _digest(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            found.update(part)
+    return found.hexdigest()
+
+
+def _digest_of(state: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """See that a file or a folder is on the disk."""
+    if path.is_dir() and os.name == "nt":
+        return  # folders cannot be opened there
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a run's folder for one process and those it works with. The lock ends with it, however it ends."""
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # Windows
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise CheckpointError(
+                f"Another process trains in {folder}. Wait for it, or set another output.folder."
+            ) from None
+        yield
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ModuleNotFoundError:
+        raise CheckpointError("Checkpoints need safetensors: pip install 'retrograde[train]'.") from None
+    return safetensors.torch
+
+
+def _safetensors_error() -> type[Exception]:
+    _safetensors()
+    from safetensors import SafetensorError
+
+    found: type[Exception] = SafetensorError
+    return found

@@ -1,0 +1,159 @@
+"""What a run trains on: text or tokens in, batches out. A batch depends on the seed and the step's number alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._config import ConfigError, DataConfig
+
+_DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16, "int32": torch.int32}
+_SAMPLED = 1 << 20  # bytes at each end of the data that its fingerprint reads
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Text to token numbers and back: the characters that there are, or bytes, or (of a file of tokens) neither."""
+
+    size: int
+    characters: str | None = None
+    is_bytes: bool = False
+
+    def encode(self, text: str) -> Tensor:
+        """Token numbers of a text, `(length,)`."""
+        if self.is_bytes:
+            return torch.tensor(list(text.encode("utf-8")), dtype=torch.uint8)
+        if self.characters is None:
+            raise ValueError("The model was trained on a file of tokens; only who made the file can encode text.")
+        unknown = sorted(set(text) - set(self.characters))
+        if unknown:
+            raise ValueError(f"The text that was trained on has no {unknown}; its characters are {self.characters!r}.")
+        number = {character: i for i, character in enumerate(self.characters)}
+        return torch.tensor([number[character] for character in text], dtype=torch.int32)
+
+    def decode(self, tokens: Tensor) -> str:
+        """The text of token numbers; bytes that are no UTF-8 become question marks."""
+        if self.is_bytes:
+            return bytes(tokens.tolist()).decode("utf-8", errors="replace")
+        if self.characters is None:
+            raise ValueError("The model was trained on a file of tokens; only who made the file can decode them.")
+        return "".join(self.characters[i] for i in tokens.tolist())
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"size": self.size, "characters": self.characters, "is_bytes": self.is_bytes}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Vocabulary:
+        return cls(int(values["size"]), values["characters"], bool(values["is_bytes"]))
+
+
+class Corpus:
+    """Tokens in a row: those to train on, and at their end those that are only evaluated on.
+
+    Attributes:
+        vocabulary: what the tokens stand for.
+        fingerprint: of the tokens, so that a run which goes on notices another text.
+    """
+
+    def __init__(self, tokens: Tensor, vocabulary: Vocabulary, config: DataConfig) -> None:
+        self.vocabulary, self.length = vocabulary, config.length
+        unseen = int(len(tokens) * config.validation)
+        self.seen, self.unseen = tokens[: len(tokens) - unseen], tokens[len(tokens) - unseen :]
+        self.fingerprint = _fingerprint(tokens)
+        for name, part in (("train on", self.seen), ("evaluate on", self.unseen)):
+            if len(part) <= self.length and (part is self.seen or unseen):
+                raise ConfigError(
+                    f"{config.path} has {len(tokens):,} tokens, {len(part):,} of them to {name}: too few for one text "
+                    f"of data.length = {self.length} and the token after it. Give more text, a smaller length, "
+                    "or another data.validation (0 for none)."
+                )
+
+    def batch(self, seed: int, step: int, size: int) -> Tensor:
+        """The batch of a step, `(size, length + 1)`, whatever came before it."""
+        return self._drawn(self.seen, mixed(seed, "batch", step), size)
+
+    def unseen_batch(self, number: int, size: int) -> Tensor:
+        """A batch to evaluate on; the same number gives the same one."""
+        return self._drawn(self.unseen, mixed("unseen", number), size)
+
+    def _drawn(self, part: Tensor, seed: int, size: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        starts = torch.randint(len(part) - self.length, (size,), generator=generator).tolist()
+        return torch.stack([part[start : start + self.length + 1] for start in starts]).long()
+
+
+def mixed(*parts: object) -> int:
+    """One seed of several parts, the same on every machine."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "little")
+
+
+def read_corpus(config: DataConfig) -> Corpus:
+    """Read the text, or map the file of tokens into memory."""
+    path = Path(config.path)
+    try:
+        if config.is_tokens:
+            return Corpus(_mapped(path, config), Vocabulary(int(config.vocabulary or 0)), config)
+        text = _text(path, config)
+    except OSError as error:
+        raise ConfigError(f"data.path: {error.filename or path} cannot be read: {error.strerror}.") from None
+    vocabulary = _vocabulary(text, config)
+    return Corpus(vocabulary.encode(text), vocabulary, config)
+
+
+def _vocabulary(text: str, config: DataConfig) -> Vocabulary:
+    if not text:
+        raise ConfigError(f"data.path: {config.path} is empty.")
+    if config.tokens == "bytes":
+        return Vocabulary(256, is_bytes=True)
+    characters = "".join(sorted(set(text)))
+    return Vocabulary(len(characters), characters)
+
+
+def _text(path: Path, config: DataConfig) -> str:
+    """A file's text, or that of all files below a folder in the order of their names, with a line between."""
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob(config.files) if file.is_file())
+        if not files:
+            raise ConfigError(f'data.path: no file below {path} is named like data.files = "{config.files}".')
+    parts = []
+    for file in files:
+        try:
+            parts.append(file.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"data.path: {file} is not text in UTF-8 (byte {error.start}). For a file of token numbers, set "
+                'data.tokens = "uint16" (or "uint8", "int32") and data.vocabulary.'
+            ) from None
+    return "\n".join(parts)
+
+
+def _mapped(path: Path, config: DataConfig) -> Tensor:
+    dtype, size = _DTYPES[config.tokens], path.stat().st_size
+    if not path.is_file() or size == 0 or size % dtype.itemsize:
+        raise ConfigError(
+            f'data.path: {path} has {size} bytes, which are no tokens of data.tokens = "{config.tokens}" '
+            f"({dtype.itemsize} bytes each)."
+        )
+    tokens = torch.from_file(str(path), shared=False, size=size // dtype.itemsize, dtype=dtype)
+    most = max(int(part.to(torch.int32).max()) for part in tokens.split(_SAMPLED))
+    least = min(int(part.to(torch.int32).min()) for part in tokens.split(_SAMPLED)) if config.tokens == "int32" else 0
+    if most >= int(config.vocabulary or 0) or least < 0:
+        wrong = most if least >= 0 else least
+        raise ConfigError(f"data.path: {path} has token {wrong}, outside of data.vocabulary = {config.vocabulary}.")
+    return tokens
+
+
+def _fingerprint(tokens: Tensor) -> str:
+    """Of the number of tokens and of both ends; reading all of a large file would take long."""
+    found = hashlib.sha256(f"{len(tokens)} {tokens.dtype}".encode())
+    count = _SAMPLED // tokens.dtype.itemsize
+    for part in (tokens[:count], tokens[-count:]):
+        found.update(repr(part.tolist()).encode())
+    return found.hexdigest()[:32]

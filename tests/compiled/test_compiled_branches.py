@@ -1,0 +1,55 @@
+"""Branches that are compiled one by one, inside of a stack that is not: the recommended way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compiling import QUIET, WIDTH, Graphs, Mlp, assert_close, gradients
+from torch import Tensor
+
+import retrograde as rg
+
+pytestmark = QUIET
+
+
+def test_changing_lengths_compile_a_branch_twice_and_replays_compile_nothing() -> None:
+    """Once for the first length, once for any length. The replay meets what the first run met."""
+    graphs, branch = Graphs(), Mlp()
+    compiled = torch.compile(branch, backend=graphs)
+    stack = rg.ReversibleSequence([rg.two_stream(compiled, compiled) for _ in range(3)])
+    eager = rg.ReversibleSequence([rg.two_stream(branch, branch) for _ in range(3)])
+    leaves = list(branch.parameters())
+    for length in (4, 6, 9, 5, 12):
+        x = torch.randn(2, length, WIDTH, requires_grad=True)  # as the later streams do
+        assert_close(gradients(stack, x, leaves), gradients(eager, x, leaves), 1e-5)  # type: ignore[arg-type]
+    assert graphs.count == 2
+
+
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+def test_dropout_in_a_compiled_branch_is_replayed_with_its_mask(memory: str) -> None:
+    """The generated code draws its own seeds from torch's generator, and they are replayed like any draw."""
+    branch = torch.compile(Mlp(dropout=0.4))
+    stack = rg.ReversibleSequence([rg.two_stream(branch, branch) for _ in range(2)])
+    x, leaves = torch.randn(6, WIDTH, requires_grad=True), list(stack.parameters())
+
+    def with_memory(memory: str) -> list[Tensor]:
+        return gradients(lambda x: stack(x, memory=memory), x, leaves)  # type: ignore[arg-type,return-value]
+
+    stored = with_memory("store")
+    assert_close(with_memory(memory), stored, 1e-4)
+    torch.manual_seed(4)
+    other = stack(x)
+    assert isinstance(other, Tensor)
+    assert not torch.allclose(other, stored[0])  # so there was dropout
+
+
+def test_a_graph_of_compiled_branches_may_be_kept_and_walked_twice() -> None:
+    """Donated buffers, which a second walk would find overwritten, belong to a replay, not to the graph."""
+    branch = torch.compile(Mlp())
+    stack = rg.ReversibleSequence([rg.two_stream(branch, branch) for _ in range(3)])
+    y = stack(torch.randn(6, WIDTH, requires_grad=True))
+    assert isinstance(y, Tensor)
+    leaves = list(stack.parameters())
+    once = torch.autograd.grad(y.square().sum(), leaves, retain_graph=True)
+    again = torch.autograd.grad(y.square().sum(), leaves)
+    assert_close(list(again), list(once), 1e-4)

@@ -1,0 +1,104 @@
+"""Reversible and converted models under the `Trainer` of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trainer_models import Counting, Reversible, assert_same, converted_gpt2, state
+
+from retrograde.convert import add_switches
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytestmark = pytest.mark.interop
+
+
+def trainer(model: nn.Module, folder: Path, *, steps: int = 8, **changes: Any) -> Any:
+    options = {
+        "output_dir": str(folder), "max_steps": steps, "per_device_train_batch_size": 8, "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant", "logging_steps": 2, "save_steps": 4, "report_to": [], "use_cpu": True,
+        "disable_tqdm": True, "seed": 0, "dataloader_pin_memory": False,
+    }  # fmt: skip
+    arguments = transformers.TrainingArguments(**options | changes)
+    return transformers.Trainer(model, arguments, train_dataset=Counting(), eval_dataset=Counting(16))
+
+
+@pytest.fixture(params=["converted", "reversible"], name="make")
+def _make(request: pytest.FixtureRequest) -> Any:
+    def make(memory: str = "reverse") -> nn.Module:
+        torch.manual_seed(0)
+        return converted_gpt2(memory=memory).model if request.param == "converted" else Reversible(memory, exact=True)
+
+    return make
+
+
+def test_a_model_trains_logs_and_evaluates(make: Any, tmp_path: Path) -> None:
+    running = trainer(make(), tmp_path, steps=30, save_strategy="no")
+    before = running.evaluate()["eval_loss"]
+    running.train()
+    losses = [entry["loss"] for entry in running.state.log_history if "loss" in entry]
+    assert len(losses) == 15
+    assert running.evaluate()["eval_loss"] < before - 0.5
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_training_on_rebuilt_activations_gives_the_parameters_of_training_on_stored_ones(
+    make: Any, tmp_path: Path
+) -> None:
+    ends = []
+    for memory in ("store", "reverse"):
+        model = make(memory)
+        trainer(model, tmp_path / memory, save_strategy="no").train()
+        ends.append(state(model))
+    assert_same(ends[1], ends[0])
+
+
+def test_a_run_that_is_resumed_ends_with_the_same_parameters(make: Any, tmp_path: Path) -> None:
+    whole = make()
+    trainer(whole, tmp_path).train()
+    resumed = make()
+    trainer(resumed, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert_same(state(resumed), state(whole))
+
+
+def test_checkpoints_of_a_converted_model_reload_into_the_stock_model(tmp_path: Path) -> None:
+    model = converted_gpt2().model
+    trainer(model, tmp_path).train()
+    stock = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-8").eval()
+    tokens = Counting(4).tokens
+    assert torch.equal(stock(tokens).logits, model.eval()(tokens).logits)
+    assert type(stock.transformer.h[0]).forward.__module__.startswith("transformers")
+    assert "forward" not in vars(stock.transformer.h[0])
+
+
+def test_the_argument_gradient_checkpointing_sets_the_memory(tmp_path: Path) -> None:
+    conversion = converted_gpt2(memory="store")
+    running = trainer(
+        conversion.model, tmp_path, steps=2, save_strategy="no", gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"memory": "checkpoint"},
+    )  # fmt: skip
+    running.train()
+    assert str(conversion.stack.memory) == "blocks 0-2 checkpoint"
+    trainer(conversion.model, tmp_path, steps=2, save_strategy="no", gradient_checkpointing=True).train()
+    assert str(conversion.stack.memory) == "blocks 0-2 reverse"
+
+
+def test_the_argument_reaches_a_reversible_model_with_switches(tmp_path: Path) -> None:
+    model = add_switches(Reversible("store"))
+    trainer(model, tmp_path, steps=2, save_strategy="no", gradient_checkpointing=True).train()
+    assert str(model.model.stack.memory) == "blocks 0-2 reverse"
+    with pytest.raises(ValueError, match=r"Linear has no retrograde\.ReversibleSequence"):
+        add_switches(nn.Linear(2, 2))
+
+
+def test_mixed_precision_and_accumulated_gradients_train_the_same_bits(make: Any, tmp_path: Path) -> None:
+    ends = []
+    for memory in ("store", "reverse"):
+        model = make(memory)
+        trainer(model, tmp_path / memory, save_strategy="no", bf16=True, gradient_accumulation_steps=2).train()
+        ends.append(state(model))
+    assert_same(ends[1], ends[0])
