@@ -15,6 +15,8 @@ import torch
 
 torch.set_num_threads(1)
 
+collect_ignore_glob = ["conftest.py", "*/conftest.py"]  # no doctests in there, and modules of one name are refused
+
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
