@@ -48,7 +48,7 @@ class ReversibleSequence(nn.Module):
             true one than this.
         guard: compare a rebuilt stream with the true one now and then, in training.
         compiled: how the stack trains inside of a model that is compiled as a whole. "branches" keeps it out of the
-            graph: compile its branches or blocks one by one. "single graph" writes the reversible backward pass into
+            graph; compile its branches one by one. "single graph" writes the reversible backward pass into
             the graph, where nothing is against it (see `single_graph_refusal`).
         layer_drop: the probability with which a block is left out of a call in training, for all
             blocks or one for each. If all would drop, the first is kept. Nothing is rescaled.
