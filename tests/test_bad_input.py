@@ -95,7 +95,11 @@ def test_a_step_that_reads_its_target_is_refused() -> None:
         (lambda: rg.ReversibleSequence([Mlp()]), TypeError, "Block 0 is a Mlp.*two_stream"),
         (lambda: rg.ReversibleSequence([block()], split="half"), ValueError, "split='half'.*'duplicate', 'chunk'"),
         (lambda: rg.ReversibleSequence([block()], merge="max"), ValueError, "merge='max'.*'mean', 'sum'"),
-        (lambda: rg.ReversibleSequence([block()], memory="revers"), ValueError, "memory='revers'.*'reverse', 'partial'"),
+        (
+            lambda: rg.ReversibleSequence([block()], memory="revers"),
+            ValueError,
+            "memory='revers'.*'reverse', 'partial'",
+        ),
         (lambda: rg.ReversibleSequence([block()], memory=["keep"]), ValueError, "memory='keep'"),
         (lambda: rg.ReversibleSequence([block()], memory=["store"] * 2), ValueError, "2 entries for 1 blocks"),
         (lambda: rg.Plan(("reverse",), anchors={1}), ValueError, r"Anchors \[1\].*1 blocks"),

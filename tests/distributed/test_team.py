@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -23,9 +25,19 @@ def hangs_in_one(rank: int) -> None:
         time.sleep(600)
 
 
+def dies_in_one(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.barrier()
+
+
 @pytest.mark.parametrize(
     ("case", "report"),
-    [(fails_in_one, "one and one is three"), (hangs_in_one, r"rank 1 of 2 ---\nno report: it hangs")],
+    [
+        (fails_in_one, "one and one is three"),
+        (hangs_in_one, r"rank 1 of 2 ---\nno report: it hangs"),
+        (dies_in_one, "exit code -11"),
+    ],
 )
 def test_a_case_that_goes_wrong_in_one_process_fails(case, report: str, store: Path) -> None:  # type: ignore[no-untyped-def]
     before = set(multiprocessing.active_children())
