@@ -35,6 +35,7 @@ RANKS = {
     "_record": 4,
     "_tape": 5,
     "_habits": 1,
+    "_before": 1,
     "_reverse": 6,
     "_offload": 5,
     "_partial": 0,

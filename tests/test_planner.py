@@ -192,8 +192,10 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
     model, tokens = Classifier(depth=2, width=16), torch.randint(0, 200, (2, 8))
     model.stack.blocks[0].steps[0].branch.append(nn.BatchNorm1d(8))
     model.stack.blocks[1].steps[0].branch.append(nn.Dropout(0.5))
+    model.stack.blocks[1].steps[1].branch.register_forward_pre_hook(lambda *_: [random.random(), None][1])
     model(tokens).sum().backward()
     before = [(p.clone(), p.grad.clone()) for p in model.parameters() if p.grad is not None]
+    python = random.getstate()
     buffers, state, memory = [b.clone() for b in model.buffers()], torch.get_rng_state(), model.stack.memory
     plan(model, tokens, "1GiB")
     after = [(p, p.grad) for p in model.parameters() if p.grad is not None]
@@ -202,6 +204,7 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
         assert torch.equal(grad, grad_now)
     assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
     assert torch.equal(state, torch.get_rng_state())
+    assert random.getstate() == python
     assert model.stack.memory == memory
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from ._before import Before
 from ._block import Block
 from ._drive import drive
-from ._exactness import Before
 from ._guard import relative_error
 from ._plan import Plan
 from ._step import StreamName

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import _randomness as randomness
+from ._before import Before
 from ._block import Block
 from ._step import Step, StepError
 from ._streams import Streams
@@ -150,27 +150,3 @@ def _undone_by_errors(blocks: Sequence[Block], devices: Sequence[torch.device]) 
     except StepError:
         before.restore()
         raise
-
-
-class Before:
-    """Generators and buffers as they are now, to be put back."""
-
-    def __init__(self, blocks: Sequence[Block], devices: Sequence[torch.device]) -> None:
-        modules = [module for block in blocks for module in block.modules()]
-        own = randomness.owned(randomness.held_by(modules))
-        self._states = [(g, randomness.read(g)) for g in [*randomness.everyday(devices), *randomness.rare(), *own]]
-        self._buffers = [
-            (module, name, buffer, buffer.clone())
-            for module in modules
-            for name, buffer in module.named_buffers(recurse=False)
-        ]
-
-    def restore(self) -> None:
-        for generator, state in self._states:
-            randomness.write(generator, state)
-        for module, name, buffer, value in self._buffers:
-            if getattr(module, name) is not buffer:
-                setattr(module, name, buffer)
-            if not torch.equal(buffer, value):  # others keep their version: an earlier call may have saved them
-                with torch.no_grad():
-                    buffer.copy_(value)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from retrograde._before import Before
 from retrograde._block import Block
 from retrograde._drive import drive, runner_for
 from retrograde._plan import INVERTING, Memory, Plan
@@ -190,17 +191,13 @@ class Alive:
 def untouched(module: nn.Module) -> Iterator[None]:
     """Gradients, buffers and generators are afterwards as they were before."""
     gradients = [(p, p.grad) for p in module.parameters()]
-    buffers = [(b, b.clone()) for b in module.buffers()]
-    devices = {p.device for p, _ in gradients if p.device.type != "cpu"}
+    before = Before([module], list(dict.fromkeys(p.device for p, _ in gradients)))
     try:
-        with torch.random.fork_rng([d.index or 0 for d in devices if d.type == "cuda"]):
-            yield
+        yield
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        before.restore()
 
 
 def _gradient_bytes(block: Block) -> int:
