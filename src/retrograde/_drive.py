@@ -115,7 +115,7 @@ def drive(
 
 def _anchored(plan: Plan, before: int, block: int) -> bool:
     """Whether the streams are kept between a block and the one that ran before it."""
-    return any(before < a <= block for a in plan.anchors)
+    return bool(plan.anchors) and any(before < a <= block for a in plan.anchors)
 
 
 def runner_for(

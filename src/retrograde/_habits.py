@@ -32,9 +32,10 @@ class Known:
     It is kept with the step, and forgotten when the step is copied or saved.
     """
 
-    __slots__ = ("_habits", "_last", "_survey")
+    __slots__ = ("_habits", "_last", "_survey", "form")
 
     def __init__(self) -> None:
+        self.form: Any = None  # of the step's last record, if it is steady
         self._last: dict[str, Any] = {}
         self._habits: dict[bool, Habits] = {}
         self._survey: Survey | None = None
@@ -64,6 +65,10 @@ class Known:
             self._survey = survey if lasting else None
         return survey
 
+    def remembers(self, survey: Survey) -> bool:
+        """Whether a survey is kept for later calls."""
+        return self._survey is survey
+
     def same(self, what: str, value: Value) -> Value:
         """The value that was given last as `what`, if it equals this one.
 
@@ -77,5 +82,6 @@ class Known:
 
     def expect_draws(self) -> None:
         """Expect draws from any generator, whatever was learned."""
+        self.form = None
         for habits in self._habits.values():
             habits.draws_rare = True

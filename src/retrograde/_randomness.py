@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
 import sys
 from collections.abc import Iterable
@@ -31,7 +32,7 @@ def read(generator: Any) -> Any:
     """A generator's state, as a value that compares with `==`."""
     if type(generator) is torch.Generator:
         state = generator.get_state()
-        return ctypes.string_at(state.data_ptr(), state.numel())
+        return _bytes(state.numel()).from_address(state.data_ptr()).raw
     if hasattr(generator, "get_state"):
         state = generator.get_state()
         if isinstance(state, Tensor):  # a torch.Generator, or an accelerator's
@@ -40,6 +41,11 @@ def read(generator: Any) -> Any:
     if hasattr(generator, "getstate"):  # Python's: the module `random`, or a `random.Random`
         return generator.getstate()
     return _frozen(generator.bit_generator.state)  # a numpy.random.Generator
+
+
+@functools.cache
+def _bytes(size: int) -> Any:
+    return ctypes.c_char * size
 
 
 def write(generator: Any, state: Any) -> None:

@@ -5,22 +5,26 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from ._block import Block, Wire
 from ._decide import Decisions, begin, end
 from ._habits import Known
+from ._randomness import held_by
 from ._replay import Ambient, Replay, Replaying, edited_in_place
 from ._step import StreamName
 from ._streams import Streams
 from ._torch_private import (
-    has_forward_hooks,
-    inside_function_transform,
+    is_called_plainly,
+    needs_grad,
     outside_function_transforms,
+    pop_hooks,
+    push_hooks,
+    saved_tensor_hooks_active,
     tree_flatten,
     tree_unflatten,
     versions,
@@ -46,17 +50,21 @@ _SPARK = torch.empty(0, requires_grad=True)
 class Kept:
     """Tensors kept as autograd keeps its own: edits in place are detected, outer hooks apply.
 
-    They must be detached from any graph: aliases with the same storage and version counter. The node's output is
-    held too: in torch 2.6 a node frees what it saved when its output goes.
+    They must be detached from any graph: aliases with the same storage and version counter. Where hooks are around
+    the call a node keeps them, and its output is held too: in torch 2.6 a node frees what it saved when its output
+    goes.
     """
 
     __slots__ = ("_output", "_unpacked", "_versions")
 
     def __init__(self, tensors: Streams) -> None:
+        if not saved_tensor_hooks_active():
+            self._unpacked: Streams | None = tensors
+            self._versions = versions(tensors)
+            return
         with torch.enable_grad():
             self._output: Any = _Keep.apply(_SPARK, tensors)  # type: ignore[no-untyped-call]
-        self._unpacked: Streams | None = None
-        self._versions: list[int] = []
+        self._unpacked = None
 
     def tensors(self) -> Streams:
         """The tensors. They are unpacked once: torch.utils.checkpoint, if it is around us, allows no second time."""
@@ -77,11 +85,11 @@ def leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
 class Call:
     """What the tapes of one call share: its streams' names, its context and its ambient state."""
 
-    __slots__ = ("_is_empty", "_kept", "_leaves", "_spec", "_tensors", "ambient", "names")
+    __slots__ = ("_kept", "_leaves", "_spec", "_tensors", "ambient", "has_context", "names")
 
     def __init__(self, names: tuple[StreamName, ...], streams: Streams, context: Mapping[str, Any]) -> None:
         self.names = names
-        self._is_empty = not context
+        self.has_context = bool(context)
         leaves, self._spec = tree_flatten(dict(context))
         self._tensors = [i for i, value in enumerate(leaves) if isinstance(value, Tensor)]
         kept = tuple(leaves[i] for i in self._tensors)
@@ -92,8 +100,6 @@ class Call:
 
     def context(self) -> Mapping[str, Any]:
         """The context as the first run had it, without its producer's graph."""
-        if self._is_empty:
-            return {}
         leaves = list(self._leaves)
         if self._kept is not None:
             for i, tensor in zip(self._tensors, self._kept.tensors(), strict=True):
@@ -102,40 +108,78 @@ class Call:
         return context
 
 
-class Record:
-    """What the first run of one step leaves behind: no activation, unless it had to stay."""
+class Form:
+    """How a step was found before its first run: what later calls share with this one while it still `holds`."""
 
-    shapes: list[torch.Size]
-    dtypes: list[torch.dtype]
-
-    __slots__ = ("block", "branch_saves", "decisions", "dtypes", "habits", "replay", "requires", "shapes", "side",
-                 "stayed", "stride", "taking", "versions", "wire")  # fmt: skip
+    __slots__ = ("_block", "_coupling", "habits", "is_steady", "replay", "requires", "stride", "wire")
 
     def __init__(self, block: Block, wire: Wire, streams: Streams, known: Known) -> None:
-        self.block = block
+        self._block = block
+        self._coupling = wire.step.coupling
         self.wire = wire
-        self.requires = known.same("streams", [s.requires_grad for s in streams])
+        self.requires = known.same("streams", list(map(needs_grad, streams)))
         self.stride = streams[wire.target].stride()
         self.replay = Replay(wire.step.branch, wire.step.coupling, known)
         self.habits = known.habits(self.replay.survey.training)
+        self.is_steady = False  # until a first run has shown that it leaves nothing behind
+
+    def holds(self, block: Block, wire: Wire, streams: Streams) -> bool:
+        """Whether the step would be found like this again."""
+        step, replay = wire.step, self.replay
+        return (
+            self.wire is wire
+            and self._block is block
+            and self._coupling is step.coupling
+            and step._modules.get("branch") is replay.branch
+            and streams[wire.target].stride() == self.stride
+            and list(map(needs_grad, streams)) == self.requires
+            and replay.survey.holds()
+            and not held_by(replay.survey.modules)
+        )
+
+
+class Record:
+    """What the first run of one step leaves behind: no activation, unless it had to stay."""
+
+    side: Tensor | None = None  # what the coupling forgets of its target
+    decisions: list[tuple[Tensor, int]] | None = None
+    taking: AbstractContextManager[Any] | None = None  # for one replay: it takes results that were kept
+    stayed: Stayed | None = None
+    branch_saves = 0
+
+    def __init__(self, block: Block, wire: Wire, streams: Streams, known: Known) -> None:
+        form: Form | None = known.form
+        if form is None or not form.holds(block, wire, streams):
+            form = Form(block, wire, streams, known)
+        self.block = block
+        self.wire = wire
+        self.form = form
+        self.replay = form.replay
+        self.weights = versions(form.replay.survey.tensors)
         self.versions: list[int] = []  # of the saved tensors
-        self.branch_saves = 0
-        self.side: Tensor | None = None  # what the coupling forgets of its target
-        self.decisions: list[tuple[Tensor, int]] | None = None
-        self.taking: AbstractContextManager[Any] | None = None  # for one replay: it takes results that were kept
-        self.stayed: Stayed | None = None
+
+    def end(self, ambient: Ambient, known: Known) -> bool:
+        """Keep what the first run used or changed. False if the step cannot be run again."""
+        form, replay = self.form, self.replay
+        if form.is_steady:
+            if ambient.stands() and versions(replay.survey.tensors) == self.weights:
+                return True
+            replay = self.replay = Replay(replay.branch, self.wire.step.coupling, known)  # for the first time, it did
+        can_replay = replay.end(ambient, form.habits, self.weights)
+        form.is_steady = can_replay and not form.habits.draws_rare and replay.is_steady()
+        known.form = form if form.is_steady and known.remembers(replay.survey) else None
+        return can_replay
 
     def note_saved(self, tensors: list[Tensor], versions: list[int], known: Known) -> None:
         """Note what the first run saved."""
-        self.versions = known.same("saved versions", versions.copy())
-        self.shapes = known.same("saved shapes", [t.shape for t in tensors])
-        self.dtypes = known.same("saved dtypes", [t.dtype for t in tensors])
+        self.versions = versions.copy()
+        self.saved = known.same("saved", (list(map(_shape, tensors)), list(map(_dtype, tensors))))
 
     def start(self, streams: Streams) -> list[Tensor]:
         """The streams to replay the step on: detached, its sources requiring grad where they did before."""
         found = list(streams)
         for i in self.wire.sources:
-            found[i] = leaf(found[i], self.requires[i])
+            found[i] = leaf(found[i], self.form.requires[i])
         return found
 
 
@@ -153,19 +197,27 @@ class Stayed:
 Pack = Callable[[Tensor], int]
 
 
-def packer(tensors: list[Tensor], versions: list[int]) -> Pack:
-    """A hook that keeps what autograd saves in `tensors`, and hands autograd a number, counted from 0.
+def packer(tensors: list[Tensor], versions: list[int], *, detached: bool = False) -> Pack:
+    """A hook that keeps what autograd saves in `tensors`, and hands autograd a number, counted on from those it finds.
 
     It runs for every saved tensor: it looks up nothing, and numbers do not concern the garbage collector.
+
+    Args:
+        detached: keep tensors without their graph.
     """
-    keep, note, number = tensors.append, versions.append, itertools.count().__next__
+    keep, note, number = tensors.append, versions.append, itertools.count(len(tensors)).__next__
 
     def pack(tensor: Tensor) -> int:
         keep(tensor)
         note(tensor._version)
         return number()
 
-    return pack
+    def pack_detached(tensor: Tensor) -> int:
+        keep(tensor if tensor.is_leaf else tensor.detach())
+        note(tensor._version)
+        return number()
+
+    return pack_detached if detached else pack
 
 
 def unedited(tensor: Tensor, expected: int) -> Tensor:
@@ -173,6 +225,10 @@ def unedited(tensor: Tensor, expected: int) -> Tensor:
     if tensor._version != expected:
         raise edited_in_place(f"a tensor of shape {tuple(tensor.shape)} inside a branch")
     return tensor
+
+
+_shape = attrgetter("shape")
+_dtype = attrgetter("dtype")
 
 
 class Enough(BaseException):
@@ -197,20 +253,20 @@ class Capture:
         self.tensors: list[Any] = []
         self.versions: list[int] = []
 
-    def hooks(self) -> saved_tensors_hooks:
-        """Hooks that collect what autograd saves."""
-        pack = packer(self.tensors, self.versions)
-
-        def pack_detached(tensor: Tensor) -> int:  # a tensor with its graph would keep the replay's streams alive
-            return pack(tensor if tensor.is_leaf else tensor.detach())
+    def __enter__(self) -> None:
+        """Collect what autograd saves, from here on. Detached: its graph would keep the replay's streams alive."""
+        pack = packer(self.tensors, self.versions, detached=True)
 
         def pack_or_stop(tensor: Tensor) -> int:
-            handle = pack_detached(tensor)
+            handle = pack(tensor)
             if handle + 1 == self.stops_at:
                 raise Enough
             return handle
 
-        return saved_tensors_hooks(pack_detached if self.stops_at < 0 else pack_or_stop, self._unpack)
+        push_hooks(pack if self.stops_at < 0 else pack_or_stop, self._unpack)
+
+    def __exit__(self, *error: object) -> None:
+        pop_hooks()
 
     def _unpack(self, position: int) -> Tensor:
         return unedited(self.tensors[position], self.versions[position])
@@ -218,20 +274,20 @@ class Capture:
     def check(self, rebuilt: Sequence[Tensor]) -> None:
         """After the replay: nothing is missing, and nobody edited a tensor in between."""
         tensors, record = self.tensors, self.record
-        if [t.shape for t in tensors] != record.shapes or [t.dtype for t in tensors] != record.dtypes:
+        if (list(map(_shape, tensors)), list(map(_dtype, tensors))) != record.saved:
             raise _mismatch(record, self._difference())
         if self.versions != record.versions:
             self._check_edits(rebuilt)
 
     def _difference(self) -> str:
-        record, tensors = self.record, self.tensors
-        for i, (tensor, shape, dtype) in enumerate(zip(tensors, record.shapes, record.dtypes, strict=False)):
+        tensors, (shapes, dtypes) = self.tensors, self.record.saved
+        for i, (tensor, shape, dtype) in enumerate(zip(tensors, shapes, dtypes, strict=False)):
             if tensor.shape != shape or tensor.dtype != dtype:
                 return (
                     f"saved another tensor at position {i} than its first run: {tuple(tensor.shape)} {tensor.dtype} "
                     f"for {tuple(shape)} {dtype}"
                 )
-        return f"saved {len(tensors)} tensors, where its first run saved {len(record.shapes)}"
+        return f"saved {len(tensors)} tensors, where its first run saved {len(shapes)}"
 
     def _check_edits(self, rebuilt: Sequence[Tensor]) -> None:
         """The version of a rebuilt tensor starts anew; any other version that differs tells of an edit."""
@@ -250,8 +306,8 @@ def rerun(record: Record, streams: Sequence[Tensor], call: Call, capture: Captur
     """Run a step's branch again on streams made by `Record.start`, then `then` on its update."""
     ambient = call.ambient
     with Replaying():
-        if ambient.holds_now() and not has_forward_hooks(record.block) and not inside_function_transform():
-            _rerun_branch(record, streams, call.context(), capture, then)
+        if ambient.holds_now() and is_called_plainly(record.block):
+            _rerun_branch(record, streams, call.context() if call.has_context else {}, capture, then)
             return
         with ambient.again(), outside_function_transforms():
             _rerun_block(record, streams, call, capture, then)
@@ -272,14 +328,14 @@ def _rerun_branch(
     record: Record, streams: Sequence[Tensor], context: Mapping[str, Any], capture: Capture | None, then: Then
 ) -> None:
     step, replay = record.wire.step, record.replay
-    sources = [streams[i] for i in record.wire.sources]
+    sources = list(map(streams.__getitem__, record.wire.sources))
     kwargs = step.takes.select(context) if context else context
-    hooks = capturing(capture)
+    hooks: AbstractContextManager[None] = NOTHING if capture is None else capture
     if record.decisions is not None:
         hooks = _deciding(record.decisions, hooks)
     if record.taking is not None:
         hooks, record.taking = _both(record.taking, hooks), None
-    if replay.is_quiet():
+    if replay.is_quiet(record.weights):
         with hooks:
             update = step.update_again(replay.branch, sources, kwargs)
         then(update)
@@ -308,11 +364,6 @@ def _deciding(taken: list[tuple[Tensor, int]], hooks: AbstractContextManager[Non
 def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
     with outer, inner:
         yield
-
-
-def capturing(capture: Capture | None) -> AbstractContextManager[None]:
-    """A context in which what autograd saves goes to `capture`; any context if there is none."""
-    return NOTHING if capture is None else capture.hooks()
 
 
 NOTHING = nullcontext()

@@ -29,7 +29,15 @@ from torch import Tensor, nn
 from . import _randomness as randomness
 from ._branch import name_of, reachable
 from ._habits import Habits, Known
-from ._torch_private import BATCH_STATISTICS, Survey, outside_function_transforms, set_grad_enabled, version, versions
+from ._torch_private import (
+    BATCH_STATISTICS,
+    Survey,
+    float32_precision,
+    outside_function_transforms,
+    set_grad_enabled,
+    version,
+    versions,
+)
 
 Buffer = tuple[dict[str, Any], str, Any, int, bool]
 """The dictionary and name of a buffer, its value, its version, and whether it may be edited without a new version."""
@@ -71,6 +79,13 @@ class Ambient:
         """The states of torch's generators."""
         return [randomness.read(g) for g in self.generators]
 
+    def stands(self) -> bool:
+        """Whether torch's generators are as they were last seen."""
+        for generator, before in zip(self.generators, self.states, strict=True):
+            if randomness.read(generator) != before:
+                return False
+        return True
+
     def look_for_unseen(self) -> None:
         """Note in `drew_unseen` if Python's or NumPy's generator moved since it was last looked at."""
         now = [randomness.fingerprint(g) for g in self.rare]
@@ -83,7 +98,7 @@ class Ambient:
 
     def holds_now(self) -> bool:
         """Whether autocast and the precision of products are as they were when the call began."""
-        if torch.get_float32_matmul_precision() != self._precision:
+        if float32_precision() != self._precision:
             return False
         for kind, enabled, dtype in self._autocast:
             if torch.is_autocast_enabled(kind) != enabled:
@@ -106,7 +121,7 @@ class Replay:
     """The state around one call of one branch, taken before and after its first run."""
 
     __slots__ = ("_locked", "_olds", "_owned", "branch", "buffers", "changed", "introduced", "loose", "random",
-                 "requires", "survey", "versions")  # fmt: skip
+                 "survey")  # fmt: skip
 
     def __init__(self, branch: Callable[..., Any], coupling: object, known: Known) -> None:
         self.branch = branch
@@ -124,8 +139,6 @@ class Replay:
             self._owned = randomness.owned(loose)
             self.loose = [(v, version(v)) for v in loose if isinstance(v, Tensor)]
         self.survey = survey
-        self.versions = known.same("versions", versions(survey.tensors))
-        self.requires = known.same("requires", [t.requires_grad for t in survey.tensors])
         self.buffers: Sequence[Buffer] = ()
         if survey.buffers:
             self.buffers = [(s, n, s[n], version(s[n]), silent) for s, n, silent in survey.buffers]
@@ -158,8 +171,12 @@ class Replay:
                 watched += ambient.rare
             self.random = [(g, randomness.read(g), None) for g in watched]
 
-    def end(self, ambient: Ambient, habits: Habits) -> bool:
-        """Keep what the first run used or changed. False if it changed something of which no copy was made."""
+    def end(self, ambient: Ambient, habits: Habits, weights: list[int]) -> bool:
+        """Keep what the first run used or changed. False if it changed something of which no copy was made.
+
+        Args:
+            weights: the versions of the survey's tensors before the run.
+        """
         drawn = self.random
         if drawn:
             drawn = [(g, before, now) for g, before, _ in drawn if (now := randomness.read(g)) != before]
@@ -175,9 +192,8 @@ class Replay:
         known = True
         if self.buffers:
             known = self._settle_buffers(habits)
-        now_versions = versions(self.survey.tensors)
-        if now_versions != self.versions:  # a parameter that the branch itself initialises
-            known, self.versions = False, now_versions
+        if versions(self.survey.tensors) != weights:  # a parameter that the branch itself initialises
+            known = False
         habits.edits = bool(self.changed)
         if self._locked:
             self.leave()
@@ -207,19 +223,20 @@ class Replay:
         self._olds = []
         return known
 
-    def is_quiet(self) -> bool:
+    def is_steady(self) -> bool:
+        """Whether the first run left nothing to restore, so that another call may share this."""
+        return not (self.random or self.changed or self.buffers or self.loose or self._owned)
+
+    def is_quiet(self, weights: list[int]) -> bool:
         """Whether the branch can run again just as it stands. Raises if a tensor it reads was edited in place."""
-        survey = self.survey
-        if versions(survey.tensors) != self.versions or self.buffers or self.loose:
-            self._check_versions()
-        if self.random or self.changed or [m.training for m in survey.modules] != survey.training:
-            return False
-        if not survey.finds_same() or [t.requires_grad for t in survey.tensors] != self.requires:
+        if versions(self.survey.tensors) != weights or self.buffers or self.loose:
+            self._check_versions(weights)
+        if self.random or self.changed or not self.survey.holds():
             return False
         return not self.buffers or all(s.get(n) is value for s, n, value, _, _ in self.buffers)
 
-    def _check_versions(self) -> None:
-        if versions(self.survey.tensors) != self.versions:
+    def _check_versions(self, weights: list[int]) -> None:
+        if versions(self.survey.tensors) != weights:
             raise edited_in_place(f"a parameter of {name_of(self.branch)}")
         for _, name, value, before, _ in self.buffers:
             if version(value) != before:
@@ -259,7 +276,7 @@ class Replay:
             if slots.get(name) is not thing:
                 undo.callback(slots.__setitem__, name, slots.get(name))
                 slots[name] = thing
-        for tensor, requires in zip(self.survey.tensors, self.requires, strict=True):
+        for tensor, requires in zip(self.survey.tensors, self.survey.requires, strict=True):
             if tensor.requires_grad != requires and tensor.is_leaf:
                 undo.callback(tensor.requires_grad_, not requires)
                 tensor.requires_grad_(requires)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ._block import Block, replaced
-from ._record import NOTHING, Call, Capture, Kept, Record, capturing, leaf, rerun
+from ._record import Call, Capture, Kept, Record, leaf, rerun
 from ._streams import Streams
-from ._tape import Losses, Tape, check_untouched
+from ._tape import Contexts, Losses, Tape, check_untouched
 from ._torch_private import has_forward_hooks, keeps_graph, set_grad_enabled
-
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class Probe(Protocol):
@@ -62,19 +59,13 @@ class ReverseTape(Tape):
             self._end = Kept(tuple(s.detach() for s in streams))
 
     def _verify(self, record: Record, target: Tensor, update: Any) -> None:
-        step, habits = record.wire.step, record.habits
+        step, habits = record.wire.step, record.form.habits
         if step.forgets:
             record.side = step.coupling.side(target)
         if not habits.verified:
             if not type(step.coupling).__module__.startswith("retrograde."):
                 step.check_inverse(target, update)
             habits.verified = True
-
-    def _first_run(self, record: Record) -> AbstractContextManager[Any]:
-        if self._partial is None:
-            return NOTHING
-        keeping, record.taking = self._partial()
-        return keeping
 
     def _rebuild(self, index: int) -> None:
         if index == 0 and self._anchor is not None:
@@ -117,12 +108,12 @@ class ReverseTape(Tape):
                     before = coupling.separate(state[target], update, record.side)
             finally:
                 set_grad_enabled(True)
-            if before.stride() != record.stride:
-                before = _laid_out(record.stride, before)
+            if before.stride() != record.form.stride:
+                before = _laid_out(record.form.stride, before)
             result.append(before)
             if capture is not None and record.branch_saves < len(record.versions):
-                with capturing(capture):  # for what the coupling saves
-                    coupling.combine(leaf(before, record.requires[target]), update)
+                with capture:  # for what the coupling saves
+                    coupling.combine(leaf(before, record.form.requires[target]), update)
 
         rerun(record, start, self.call, capture, separate)
         if capture is not None:

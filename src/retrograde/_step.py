@@ -108,7 +108,9 @@ class Step(nn.Module):
         """Run the branch: its update, and its auxiliary loss if it has one."""
         looked_at = [] if torch.compiler.is_dynamo_compiling() else sources  # a traced tensor has no version to compare
         before = versions(looked_at)
-        result = self.branch(*self._read(sources), **kwargs)
+        branch = self._modules.get("branch")  # a module is not found by `self.branch` but after a long search
+        read = sources if self.reads == "each" and self.compute is None else self._read(sources)
+        result = self.branch(*read, **kwargs) if branch is None else branch(*read, **kwargs)
         if versions(looked_at) != before:
             raise StepError(
                 f"{self.name} edited one of its sources in place. The step leaves its sources as they are, and its "
@@ -118,7 +120,8 @@ class Step(nn.Module):
 
     def update_again(self, branch: Callable[..., Any], sources: list[Tensor], kwargs: Mapping[str, Any]) -> Any:
         """Run the branch of an earlier call once more, for its update alone; the first run has made the checks."""
-        result = branch(*self._read(sources), **kwargs)
+        read = sources if self.reads == "each" and self.compute is None else self._read(sources)
+        result = branch(*read, **kwargs)
         return result if self.aux == "none" else result[0]
 
     def _read(self, sources: list[Tensor]) -> list[Tensor]:

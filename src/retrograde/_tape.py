@@ -37,12 +37,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from ._block import Block, Wire, advance, replaced
 from ._decide import Decisions, begin, end
 from ._habits import Known
-from ._record import NOTHING, Call, Capture, Enough, Kept, Record, Stayed, capturing, leaf, packer, rerun, unedited
+from ._record import NOTHING, Call, Capture, Enough, Kept, Record, Stayed, leaf, packer, rerun, unedited
 from ._replay import TakingTurns
 from ._step import Step, StepError, StreamName
 from ._streams import Streams
 
 Losses = tuple[Tensor, ...]
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+"""Of a partial replay: the context of a branch's first run, and that of its replay."""
 
 
 class Keeps(Protocol):
@@ -85,6 +87,8 @@ class Tape:
         call: what the tapes of one call share.
         steps: how many steps to record; a further one keeps its graph (rule 5).
     """
+
+    _partial: Callable[[], Contexts] | None = None
 
     def __init__(self, call: Call, steps: int) -> None:
         self.call = call
@@ -142,35 +146,43 @@ class Tape:
             with TakingTurns():
                 streams, aux = advance(wire, streams, context)
         else:
-            streams, aux = self._record(Record(block, wire, streams, known(wire.step)), streams, context)
+            streams, aux = self._record(block, wire, streams, context)
         self._streams = streams
         return streams, aux
 
-    def _record(self, record: Record, streams: Streams, context: Mapping[str, Any]) -> tuple[Streams, Tensor | None]:
+    def _record(
+        self, block: Block, wire: Wire, streams: Streams, context: Mapping[str, Any]
+    ) -> tuple[Streams, Tensor | None]:
         """Run one step for the first time, with handles in the place of what autograd saves."""
-        wire, replay, ambient, habits = record.wire, record.replay, self.call.ambient, record.habits
-        step, target = wire.step, streams[wire.target]
-        pending = self._pending
+        step, target, pending, ambient = wire.step, streams[wire.target], self._pending, self.call.ambient
         if pending:
             self._settle()
+        learned = known(step)
+        record = Record(block, wire, streams, learned)
         begin(self._decisions)
         try:
-            replay.begin(ambient, habits)
-            with self._first_run(record):
-                update, aux = step.update(
-                    [streams[i] for i in wire.sources], step.takes.select(context) if context else {}
-                )
-            can_replay = replay.end(ambient, habits)
+            if not record.form.is_steady:
+                record.replay.begin(ambient, record.form.habits)
+            sources = list(map(streams.__getitem__, wire.sources))
+            kwargs = step.takes.select(context) if context else {}
+            if self._partial is None:
+                update, aux = step.update(sources, kwargs)
+            else:
+                keeping, record.taking = self._partial()
+                with keeping:
+                    update, aux = step.update(sources, kwargs)
+            can_replay = record.end(ambient, learned)
             record.branch_saves = len(pending)
             after = step.combine(target, update)
-            record.note_saved(pending, self._versions, step.known)
+            record.note_saved(pending, self._versions, learned)
             if self._decisions.taken:
                 record.decisions, self._decisions = self._decisions.taken, Decisions()
             if not can_replay:
                 record.stayed = Stayed(pending, target, after)
-            self._verify(record, target, update)
+            if step.forgets or not record.form.habits.verified:
+                self._verify(record, target, update)
         finally:
-            replay.leave()
+            record.replay.leave()
             end()
             first = self._next
             self._next = first + len(pending)
@@ -179,10 +191,6 @@ class Tape:
         self.records.append(record)
         self._firsts.append(first)
         return replaced(streams, wire.target, after), aux
-
-    def _first_run(self, record: Record) -> AbstractContextManager[Any]:
-        """The context of a branch's first run."""
-        return NOTHING
 
     def _settle(self) -> None:
         """Put aside what was saved between two steps."""
@@ -244,11 +252,11 @@ class Tape:
     def _combine_again(self, record: Record, streams: Streams, capture: Capture | None) -> Tensor:
         target = record.wire.target
         start = record.start(streams)
-        before = leaf(streams[target], record.requires[target])
+        before = leaf(streams[target], record.form.requires[target])
         result: list[Tensor] = []
 
         def combine(update: Any) -> None:
-            with capturing(capture):
+            with capture or NOTHING:
                 result.append(record.wire.step.coupling.combine(before, update))
 
         try:
@@ -284,7 +292,7 @@ class CheckpointTape(Tape):
         filled: dict[int, Capture] = {}
         last = max(i for i, record in enumerate(self.records) if record.versions)
         for i, record in enumerate(self.records[: last + 1]):
-            habits = record.habits
+            habits = record.form.habits
             stops = i == last and habits.repeats  # but not before the branch was seen to do the same to its end
             filled[i] = Capture(i, self._firsts[i], record, stops_at=len(record.versions) if stops else -1)
             streams = self._redo(record, streams, filled[i])

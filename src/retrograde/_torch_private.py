@@ -1,4 +1,4 @@
-"""The private parts of torch that retrograde touches, all of them, as read in torch 2.13.
+"""The private parts of torch that retrograde touches, all of them, as read in torch 2.13 and run with 2.11 to 2.15.
 
 Each has no public equivalent. Nothing else in the package names an underscore of torch.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter, getitem, is_
 from typing import Any, TypeVar
 
 import torch
@@ -22,11 +23,28 @@ register_pytree_node = _pytree.register_pytree_node
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
-"""Public, but not there before torch 2.7."""
+def is_exporting() -> bool:
+    """Whether torch.export is at work: the flag that `torch.compiler.is_exporting` reads.
+
+    Asked through that function, the compiler of torch 2.11 and before says that it exports whenever it traces.
+    """
+    return bool(torch.compiler._is_exporting_flag)
+
 
 set_grad_enabled = torch._C._set_grad_enabled
 """Sets the grad mode without a context manager's cost, which a tiny branch would feel."""
+
+
+push_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None]
+push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+"""What `saved_tensors_hooks` calls on entry and exit, without its three Python calls a step."""
+
+float32_precision: Callable[[], str] = torch._C._get_float32_matmul_precision
+"""What `torch.get_float32_matmul_precision` calls."""
+
+needs_grad = attrgetter("requires_grad")
+_version = attrgetter("_version")
 
 
 def inside_function_transform() -> bool:
@@ -70,7 +88,7 @@ def version(tensor: Tensor | None) -> int:
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     try:
-        return [t._version for t in tensors]
+        return list(map(_version, tensors))
     except RuntimeError:  # an inference tensor among them, which tracks no version
         return [version(t) for t in tensors]
 
@@ -92,6 +110,9 @@ def _may_hide_edits(name: str, buffer: Tensor | None) -> bool:
     return name in BATCH_STATISTICS or (buffer.device.type == "cpu" and buffer.numel() <= 4096)
 
 
+_KINDS = ("training", "_modules", "_parameters", "_buffers")
+
+
 class Survey:
     """Every module below some roots, with the places of its submodules, parameters and buffers, as they are now.
 
@@ -100,7 +121,8 @@ class Survey:
     only if `holds` finds that something has changed.
     """
 
-    __slots__ = ("_slots", "buffers", "held", "modules", "places", "tensors", "training")
+    __slots__ = ("_flagged", "_names", "_sizes", "_slots", "_things", "_whole", "buffers", "held", "modules", "places",
+                 "requires", "tensors", "training")  # fmt: skip
 
     def __init__(self, roots: list[nn.Module]) -> None:
         modules = self.modules = roots
@@ -109,13 +131,14 @@ class Survey:
         tensors: list[Tensor] = []
         buffers: list[tuple[dict[str, Any], str, bool]] = []  # the flag: may be edited without a new version
         training: list[bool] = []
-        self._slots: list[tuple[dict[str, Any], str, dict[str, Any], int]] = []
+        seen: list[tuple[dict[str, Any], str, Any]] = []  # the places, and those of the dictionaries and flags
         for module in modules:  # the list grows as it is walked
             parts = module.__dict__
-            flag = module.training  # a property of the modules that torch.compile makes
+            flag = module.training
             training.append(flag)
-            for kind in ("_modules", "_parameters", "_buffers"):
-                self._slots.append((parts, kind, parts[kind], len(parts[kind])))
+            seen.extend([(parts, kind, parts[kind]) for kind in _KINDS if kind in parts])
+            seen.extend([(parts["_modules"], *item) for item in parts["_modules"].items()])
+            seen.extend([(parts["_parameters"], *item) for item in parts["_parameters"].items()])
             if slots := parts["_modules"]:
                 for name, inner in slots.items():
                     if inner is not None:
@@ -135,20 +158,26 @@ class Survey:
         self.tensors = tensors
         self.buffers = buffers
         self.training = training
+        self._flagged = [m for m in modules if "training" not in m.__dict__]  # a property of what torch.compile makes
+        self.requires = list(map(needs_grad, tensors))
+        self._whole = [thing for _, _, thing in seen if isinstance(thing, dict)]
+        self._sizes = list(map(len, self._whole))
+        self._slots = [slots for slots, _, _ in seen]
+        self._names = [name for _, name, _ in seen]
+        self._things = [thing for _, _, thing in seen]
 
     def holds(self) -> bool:
-        """Whether a survey made now would find the same."""
-        for parts, kind, slots, size in self._slots:
-            if parts[kind] is not slots or len(slots) != size:
-                return False
-        return self.finds_same() and [m.training for m in self.modules] == self.training
-
-    def finds_same(self) -> bool:
-        """Whether every place holds what it held."""
-        for (slots, name), thing in zip(self.places, self.held, strict=True):  # noqa: SIM110 - `all` takes twice as long
-            if slots.get(name) is not thing:
-                return False
-        return True
+        """Whether a survey made now would find the same. It is asked twice a step: no Python runs for a place."""
+        try:
+            same = all(map(is_, map(getitem, self._slots, self._names), self._things))
+        except KeyError:
+            return False
+        return (
+            same
+            and list(map(len, self._whole)) == self._sizes
+            and list(map(needs_grad, self.tensors)) == self.requires
+            and (not self._flagged or [m.training for m in self.modules] == self.training)
+        )
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -179,3 +208,13 @@ def constant_when_traced(method: Method) -> Method:
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether calling the module does more than calling its forward."""
     return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
+def is_called_plainly(module: nn.Module) -> bool:
+    """Whether neither hooks of the module nor a function transform are at work here."""
+    return not (
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
