@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from report import Page, Progress, read_options, run, size, spread, table
-from retrograde.convert import Conversion, Report, convert, recipes
-from retrograde.convert._recipes import Recipe
+from retrograde.conversion import Conversion, Report, convert, recipes
+from retrograde.conversion._recipes import Recipe
 from retrograde.diagnose import MemoryTracker
 from training import task_of
 

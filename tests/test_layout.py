@@ -48,11 +48,11 @@ RANKS = {
     "training": 11,
     "planning": 11,
     "adapters": 11,
-    "convert": 12,
+    "conversion": 12,
     "cli": 13,
 }
 # Tools that look at a run from outside: the code they look at does not know of them.
-SEEN_ONLY_BY = {"diagnose": {"diagnose", "planning", "training", "convert", "cli"}}
+SEEN_ONLY_BY = {"diagnose": {"diagnose", "planning", "training", "conversion", "cli"}}
 
 PUBLIC = {
     PACKAGE / "__init__.py": {
@@ -64,6 +64,7 @@ PUBLIC = {
         "Plan",
         "ReversibleSequence",
         "Step",
+        "convert",
         "couplings",
         "decide",
         "grouped",

@@ -17,5 +17,6 @@ from ._plan import Plan as Plan
 from ._replay import is_replaying as is_replaying
 from ._sequence import ReversibleSequence as ReversibleSequence
 from ._step import Step as Step
+from .conversion import convert as convert
 
 __version__ = "0.1.0"

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from stock_models import Model, assert_same_bits, gradients
 from torch import Tensor
 
-from retrograde.convert import convert
-from retrograde.convert._bdia import SignedHalf
+from retrograde import convert
+from retrograde.conversion._bdia import SignedHalf
 
 
 @settings(max_examples=50, deadline=None)

@@ -13,7 +13,8 @@ from stock_models import Layer, Mixing, Model, assert_same_bits, gradients
 from torch import Tensor, nn
 
 import retrograde as rg
-from retrograde.convert import convert, recipes
+from retrograde import convert
+from retrograde.conversion import recipes
 from retrograde.diagnose import examine
 
 RECIPES = ["bdia", "two_stream", "momentum", "scaled", recipes.Annealed(0.5), recipes.Annealed(1.0)]
@@ -348,3 +349,42 @@ def test_code_between_the_layers_is_noticed() -> None:
     model.layers[1].register_forward_hook(lambda module, args, output: output * 2)
     with pytest.raises(RuntimeError, match=r"Layer 2 .* was not handed what layer 1 returned"):
         model(**batch())
+
+
+class Staged(nn.Module):
+    """Lists of layers in a list, walked through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.ModuleList(Layer(8) for _ in range(3)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            for layer in stage:
+                x = layer(x)
+        return x
+
+
+def test_lists_in_a_list_are_converted_one_by_one_and_still_walked_through() -> None:
+    model, x = Staged().train(), torch.randn(2, 5, 8)
+    conversions = [convert(model, "two_stream", layers=f"stages.{i}", memory="store") for i in range(2)]
+    assert len(model.stages) == 2
+    stored = gradients(model, {"x": x})
+    for conversion in conversions:
+        conversion.stack.memory = "reverse"
+    assert_same_bits(gradients(model, {"x": x}), stored)
+    for conversion in conversions:
+        conversion.undo()
+    assert not any(isinstance(module, rg.ReversibleSequence) for module in model.modules())
+    with pytest.raises(ValueError, match=r"Staged has no part 'stages\.7' .* 'stages', 'stages\.0', 'stages\.1'"):
+        convert(model, layers="stages.7")
+
+
+@pytest.mark.gpu
+def test_the_check_of_the_halves_replays_the_random_numbers_of_the_device() -> None:
+    device = torch.accelerator.current_accelerator()
+    model = Model(dropout=0.5).to(device).train()
+    on_device = {name: value.to(device) for name, value in batch().items()}
+    stack = convert(model, "two_stream").stack
+    gradients(model, on_device)
+    assert stack.parts == "attention and feed-forward"

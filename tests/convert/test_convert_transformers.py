@@ -11,7 +11,7 @@ import torch
 from stock_models import STOCK, assert_same_bits, gpt2, gradients, llama
 from torch import Tensor, nn
 
-from retrograde.convert import convert
+from retrograde import convert
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.interop

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import typer
 
+from .bench import bench
+from .convert import convert
 from .demo import demo
 from .doctor import doctor
 from .fit import fit
@@ -13,7 +15,7 @@ from .plan import plan
 from .profile import profile
 from .train import train
 
-COMMANDS: tuple[Callable[..., None], ...] = (demo, train, doctor, profile, plan, fit)
+COMMANDS: tuple[Callable[..., None], ...] = (demo, train, doctor, profile, plan, fit, bench, convert)
 
 app = typer.Typer(
     name="retrograde",

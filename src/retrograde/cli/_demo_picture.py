@@ -10,7 +10,7 @@ from retrograde.planning import show_size
 
 from ._demo_run import MODES, Memory, Size, Training
 
-COLOURS: dict[Memory, str] = {"store": "#b0b0b0", "checkpoint": "#d08c3c", "reverse": "#2b6cb0"}
+COLOURS: dict[Memory, str] = {"store": "#7d7d7d", "checkpoint": "#d08c3c", "reverse": "#2b6cb0"}
 RICH: dict[Memory, str] = {"store": "bright_black", "checkpoint": "yellow", "reverse": "blue"}
 MARKERS: dict[Memory, str] = {"store": "o", "checkpoint": "s", "reverse": "^"}
 WIDE = 44  # characters of the longest bar
@@ -36,8 +36,12 @@ def _memory(ax: Any, peaks: dict[Memory, list[int]], size: Size) -> None:
     for memory in MODES:
         heights = [peak / 2**20 for peak in peaks[memory]]
         ax.plot(size.depths, heights, color=COLOURS[memory], marker=MARKERS[memory], lw=2, label=memory)
+        ax.annotate(
+            show_size(peaks[memory][-1]), (size.depths[-1], heights[-1]), xytext=(-6, 7), textcoords="offset points",
+            ha="right", fontsize=9, color=COLOURS[memory],
+        )  # fmt: skip
     ax.set(title="Activation memory at the peak of a step", xlabel="blocks", ylabel="MiB", xticks=size.depths)
-    ax.set_ylim(bottom=0)
+    ax.set_ylim(0, 1.1 * max(map(max, peaks.values())) / 2**20)
 
 
 def _losses(ax: Any, runs: Sequence[Training], size: Size) -> None:

@@ -12,6 +12,7 @@ NOTE [How a converted model runs]
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from retrograde._drive import FindProbe
+from retrograde._drive import FindProbe, outside_compiled_graphs
 from retrograde._plan import Memory, Plan
 from retrograde._sequence import ReversibleSequence
 
@@ -134,6 +135,7 @@ class ConvertedStack(ReversibleSequence):
             self.exact = grid
         self._checked = set()
 
+    @outside_compiled_graphs
     def finish(self, pending: Pending) -> Tensor:
         """Run the stack for a model that has called all of its layers."""
         hidden, calls = pending.hidden, pending.calls
@@ -176,6 +178,7 @@ def _called(stack: ConvertedStack, index: int, *args: Any, **kwargs: Any) -> Any
     hidden, arguments = stock.arguments(args, kwargs)
     if stack.route == "stock" or not stack.recipe.rewires(stock.layer.training):
         return stock(hidden, arguments)
+    _refuse_sharded(stock.layer)
     pending = Pending(stack, hidden, (arguments,))
     if index:
         before = getattr(hidden, "retrograde_pending", None)
@@ -183,7 +186,7 @@ def _called(stack: ConvertedStack, index: int, *args: Any, **kwargs: Any) -> Any
             raise RuntimeError(
                 f"Layer {index} of a converted model was not handed what layer {index - 1} returned. The layers of a "
                 "converted list are called one after the other with nothing in between: no layer is left out, "
-                "repeated, or wrapped in a checkpoint, and no hook changes its output."
+                "repeated, or wrapped in a checkpoint, each returns one tensor and not a tuple, and no hook changes it."
             )
         pending = Pending(stack, before.hidden, (*before.calls, arguments))
     if index + 1 == len(stack.stocks):
@@ -191,6 +194,18 @@ def _called(stack: ConvertedStack, index: int, *args: Any, **kwargs: Any) -> Any
     placeholder = pending.hidden.detach().new_full((), float("nan")).expand(pending.hidden.shape)
     placeholder.retrograde_pending = pending  # type: ignore[attr-defined]
     return placeholder
+
+
+def _refuse_sharded(layer: nn.Module) -> None:
+    """Raise for a layer that FSDP2 gathers for its own call, which ends before the stack runs it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(layer, fsdp.FSDPModule):
+        raise RuntimeError(
+            f"{type(layer).__name__} was given to fully_shard by itself, and is a layer of a converted model: its "
+            "parameters are gathered while it is called, but it runs after that, when the last layer is called. "
+            "Shard its parts (normalisations, attention, feed-forward) one by one and then the model, or the model "
+            "alone."
+        )
 
 
 def _number(call: dict[str, Any], distinct: list[dict[str, Any]]) -> int:

@@ -14,7 +14,6 @@ from retrograde._plan import Memory
 from retrograde._randomness import everyday, read, write
 from retrograde._streams import Streams
 from retrograde._torch_private import tree_flatten
-from retrograde.diagnose import MemoryTracker
 
 from ._report import Report
 from ._stack import ConvertedStack
@@ -140,6 +139,8 @@ class _Bench:
         return found
 
     def _peak(self) -> int:
+        from retrograde.diagnose import MemoryTracker  # here, so that `import retrograde` loads no tool
+
         self.step()  # what a first run keeps for later ones is not of interest
         batch = [t for t in tree_flatten((self.args, self.kwargs))[0] if isinstance(t, Tensor)]
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]

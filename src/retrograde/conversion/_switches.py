@@ -23,9 +23,9 @@ def add_switches(model: nn.Module) -> nn.Module:
     `gradient_checkpointing_kwargs={"memory": "checkpoint"}` says; disabling means "store". A model that was converted
     has them already.
 
-    Example:
+    Examples:
         >>> import torch, retrograde as rg
-        >>> from retrograde.convert import add_switches
+        >>> from retrograde.conversion import add_switches
         >>> layers = [(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(4)]
         >>> stack = rg.ReversibleSequence([rg.two_stream(f, g) for f, g in layers])
         >>> model = add_switches(torch.nn.Sequential(torch.nn.Linear(3, 8), stack))

@@ -40,7 +40,7 @@ def convert(
     Args:
         model: a module with an `nn.ModuleList` of residual layers that it calls in a row: GPT-2, Llama, BERT and ViT of
             transformers, `nn.TransformerEncoder`, or your own.
-        recipe: "bdia", "two_stream", "momentum", "scaled" or "annealed"; or one of `retrograde.convert.recipes` with
+        recipe: "bdia", "two_stream", "momentum", "scaled" or "annealed"; or one of `retrograde.conversion.recipes` with
             values of its own. Only "bdia" and "annealed" at its start leave the function as it is.
         layers: the list's name, as in "transformer.h"; needed where there are several.
         memory: how the backward pass gets its activations, as in `ReversibleSequence`.
@@ -51,13 +51,12 @@ def convert(
         loss: makes a scalar of the model's output, for the report; by default its `loss`, or the mean square of its
             logits.
 
-    Example:
-        >>> import torch
+    Examples:
+        >>> import torch, retrograde as rg
         >>> from torch import nn
-        >>> from retrograde.convert import convert
         >>> layer = nn.TransformerEncoderLayer(16, 2, 32, norm_first=True, batch_first=True)
         >>> model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-        >>> conversion = convert(model, "bdia", example=torch.randn(2, 5, 16))
+        >>> conversion = rg.convert(model, "bdia", example=torch.randn(2, 5, 16))
         >>> conversion.report.logits_difference, conversion.report.gradient_error
         (0.0, 0.0)
     """
@@ -68,7 +67,7 @@ def convert(
             "time. Leave exact=True, or use memory='checkpoint'."
         )
     name, found = find_layers(model, layers)
-    owner = model.get_submodule(name.rpartition(".")[0])
+    owner = _owner(model, name)
     if any(isinstance(module, ConvertedStack) and module.stocks[0].layer is found[0] for module in model.modules()):
         raise ValueError(f"{name!r} of {type(model).__name__} is converted already; undo() that conversion first.")
     stack = ConvertedStack(list(found), chosen, memory=memory, exact=exact, branches=branches)
@@ -77,11 +76,19 @@ def convert(
     own_name = NAME if not hasattr(owner, NAME) else f"{NAME}_{name.rpartition('.')[2]}"
     owner.add_module(own_name, stack)
     connect(model, stack)
-    conversion = Conversion(model, stack, name, own_name)
+    conversion = Conversion(model, stack, name, owner, own_name)
     if example is not None:
         args, kwargs = _as_call(example)
         conversion.measure(*args, loss=loss, **kwargs)
     return conversion
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    """Where the stack is put: the module around the layers, but no list, which a model may walk through."""
+    owner = name.rpartition(".")[0]
+    while owner and isinstance(model.get_submodule(owner), (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        owner = owner.rpartition(".")[0]
+    return model.get_submodule(owner)
 
 
 def _as_call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -100,6 +107,7 @@ class Conversion:
     model: nn.Module
     stack: ConvertedStack
     layers: str
+    _owner: nn.Module
     _own_name: str
     report: Report | None = None
 
@@ -125,6 +133,5 @@ class Conversion:
         """Make the model what it was, with the parameters as they are now."""
         self.stack.remove()
         disconnect(self.model, self.stack)
-        owner = self.model.get_submodule(self.layers.rpartition(".")[0])
-        delattr(owner, self._own_name)
+        delattr(self._owner, self._own_name)
         return self.model

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from retrograde._randomness import everyday, read, write
+
 Branches = Literal["auto", "split", "whole"]
 
 # The names that layers give to their parts, in transformers and in the code of most people.
@@ -23,7 +25,15 @@ FEED_FORWARDS = ("mlp", "feed_forward", "ffn", "ff")
 def find_layers(model: nn.Module, path: str | None) -> tuple[str, nn.ModuleList]:
     """The list of layers and its name: the one named, or the only one that may be meant."""
     if path is not None:
-        found = model.get_submodule(path)
+        try:
+            found: nn.Module | None = model.get_submodule(path)
+        except AttributeError:
+            found = None
+        if found is None:
+            there = ", ".join(repr(name) for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+            raise ValueError(
+                f"{type(model).__name__} has no part {path!r} (layers=). Its lists are {there or 'none at all'}."
+            )
         if not isinstance(found, nn.ModuleList) or not len(found):
             raise ValueError(f"layers={path!r} is a {type(found).__name__}; name an nn.ModuleList that is not empty.")
         return path, found
@@ -152,23 +162,29 @@ def disagreement(stock: Stock, halves: tuple[Half, Half], x: Tensor, arguments: 
     layer, worst = stock.layer, 0.0
     flags = [(module, module.training) for module in layer.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]
-    devices = [x.device] if x.device.type == "cuda" else []
+    generators = [(generator, read(generator)) for generator in everyday([x.device])]
     try:
         for mode in (False, True):
             layer.train(mode)
-            with torch.random.fork_rng(devices=devices), torch.no_grad():
-                state = torch.get_rng_state()
+            with torch.no_grad():
                 expected = stock.update(x, arguments)
-                torch.set_rng_state(state)
+                _restore(generators)
                 between = x + halves[0].update(x, arguments)
                 found = between + halves[1].update(between, arguments)
+                _restore(generators)
             worst = max(worst, float((found - expected).norm() / expected.norm().clamp_min(1e-30)))
     except (TypeError, RuntimeError, ValueError):
         return float("inf")
     finally:
+        _restore(generators)
         for module, flag in flags:
             module.training = flag
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
     return worst
+
+
+def _restore(generators: list[tuple[Any, Any]]) -> None:
+    for generator, state in generators:
+        write(generator, state)
