@@ -45,7 +45,7 @@ def compare(setting: Setting, contenders: tuple[Contender, ...], progress: Progr
         if compiled:
             peaks[name] = memory.profiled_peak(run, field.network)
         else:
-            peaks[name] = memory.peak(run, field.network, resizes=field.contenders[name].resizes)
+            peaks[name] = memory.peak(run, field.network)
             operations[name] = flops(run, field.network)
     by = "profiler" if compiled else "tracker"
     unit = field.network.pair_bytes

@@ -30,11 +30,6 @@ class Infinite(nn.Module):
         return torch.log(x - x)
 
 
-class InPlace(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(2)
-
-
 class Outside(nn.Module):
     """A stack that is called without grad mode, or not at all."""
 
@@ -64,7 +59,6 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "nondeterministic branch": (lambda: stack_of(2, Unsteady), "block 0, branch Unsteady, is not deterministic"),
     "NaN in the forward": (lambda: stack_of(2, Infinite), "block 0, branch Infinite, returns NaN or infinity"),
-    "edits its source": (lambda: stack_of(2, InPlace), "Block 0: InPlace edited one of its sources in place"),
     "frozen": (lambda: Around(stack_of(1), stack_of(1)).requires_grad_(False).eval(), "anything that requires grad"),
     "raises": (lambda: rg.ReversibleSequence([rg.two_stream(fails, mlp())]), "The forward pass raised KeyError"),
     "called without grad": (lambda: Outside("no_grad"), "calls it only under no_grad"),

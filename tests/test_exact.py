@@ -250,6 +250,7 @@ def test_a_rescaled_call_is_that_of_a_stack_that_began_with_those_bits(memory: s
         stack(x)
     bits = steps_of(stack)[0].coupling.bits
     assert bits < 16
+    found = {name: value for name, value in found.items() if "rescaled_bits" not in name}  # see test_exact_states.py
     assert_same_bits(found, observed(growing(bits), x, memory=memory))
 
 

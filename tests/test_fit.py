@@ -41,6 +41,10 @@ def deep(depth):
     return rg.ReversibleSequence(blocks(depth)), torch.randn(8, 1024, 64)
 
 
+def sized(batch=1, length=1):
+    return rg.ReversibleSequence(blocks(4)), torch.randn(32 * batch, 1024 * length, 64)
+
+
 def killed(batch):
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -133,7 +137,7 @@ def test_the_search_finds_the_largest_that_fits(data: st.DataObject) -> None:
 
 @needs_peak
 @pytest.mark.slow
-def test_fit_finds_more_depth_for_reverse_than_for_store_and_measures_what_it_says(factories: Path) -> None:
+def test_fit_finds_more_depth_for_checkpoint_and_most_for_reverse_and_measures_what_it_says(factories: Path) -> None:
     options: dict[str, Any] = {"vary": "depth", "multiple_of": 8}
     shallow = fit("factories_to_fit:deep", memory_limit="2GiB", modes=["reverse"], low=3, high=8, **options)["reverse"]
     assert (shallow.size, shallow.is_bound, len(shallow.trials)) == (8, True, 1)
@@ -141,19 +145,19 @@ def test_fit_finds_more_depth_for_reverse_than_for_store_and_measures_what_it_sa
     assert 100 * MIB < shallow.peak < 2**30
 
     seen: list[Trial] = []
-    limit = shallow.peak + 75 * MIB  # a stored block is 6 MiB
+    limit = shallow.peak + 80 * MIB  # a stored block is 6 MiB, a checkpointed one 4
     found = fit(
         "factories_to_fit:deep",
         memory_limit=limit,
-        modes=["store", "reverse"],
         low=8,
-        high=16,
+        high=24,
         progress=seen.append,
         **options,
     )
-    store, reverse = found["store"], found["reverse"]
+    store, checkpoint, reverse = found["store"], found["checkpoint"], found["reverse"]
     assert (store.size, store.is_bound) == (8, False)
-    assert (reverse.size, reverse.is_bound) == (16, True)
+    assert (checkpoint.size, checkpoint.is_bound) == (16, False)
+    assert (reverse.size, reverse.is_bound) == (24, True)
     assert reverse.peak is not None
     assert reverse.peak < shallow.peak + 20 * MIB
     for each in found.found:
@@ -161,9 +165,22 @@ def test_fit_finds_more_depth_for_reverse_than_for_store_and_measures_what_it_sa
         assert all(t.outcome == "too large" or t.peak <= limit for t in each.trials)
     assert [t.size for t in store.trials] == [8, 16]
     assert [t.outcome == "running" for t in seen] == [True, False] * (len(seen) // 2)
-    assert [t for t in seen if t.outcome != "running"] == [*store.trials, *reverse.trials]
-    assert "16 or more" in str(found)
+    assert [t for t in seen if t.outcome != "running"] == [*store.trials, *checkpoint.trials, *reverse.trials]
+    assert [t.size for t in checkpoint.trials] == [8, 16, 24]
+    assert "24 or more" in str(found)
     assert str(found).splitlines()[1].split() == ["memory", "largest", "depth", "peak", "trials", "seconds"]
+
+
+@needs_peak
+@pytest.mark.slow
+def test_fit_finds_the_largest_batch_and_the_largest_length(factories: Path) -> None:
+    """A unit of either is 192 MiB of stored activations."""
+    one = fit("factories_to_fit:sized", memory_limit="4GiB", modes=["store"], high=1)["store"]
+    assert one.peak is not None
+    for vary in ("batch", "length"):
+        found = fit("factories_to_fit:sized", memory_limit=one.peak + 100 * MIB, vary=vary, modes=["store"], high=2)  # type: ignore[arg-type]
+        assert [(t.size, t.outcome) for t in found["store"].trials] == [(1, "fits"), (2, "too large")]
+        assert (found["store"].size, found["store"].is_bound) == (1, False)
 
 
 # What counts as too large, and what as an error

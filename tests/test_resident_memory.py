@@ -76,7 +76,7 @@ def train_one_step(memory: str, depth: int, batch: int) -> int:
     """Run in a process of its own: the bytes by which the peak of one step exceeds what was there before it."""
     import torch
 
-    from test_memory import stack
+    from measured import stack
 
     torch.set_num_threads(1)
     model, x = stack(depth, memory, width=16), torch.randn(batch, 32, 16)

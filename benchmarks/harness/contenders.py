@@ -28,8 +28,7 @@ GAMMA = 0.9
 class Contender:
     """A way to run the network.
 
-    `package` is what it needs from PyPI. `resizes`: it frees tensors behind autograd's back, by
-    giving their storage no bytes, which only a tracker that looks again and again sees.
+    `package` is what it needs from PyPI.
     """
 
     name: str
@@ -37,7 +36,6 @@ class Contender:
     build: Callable[[Network], Run]
     package: str = ""
     arithmetic: Arithmetic = "two streams"
-    resizes: bool = False
     note: str = ""
 
 

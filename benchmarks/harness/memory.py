@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,21 +17,6 @@ from .contenders import Contender, Run
 from .field import assemble, clear
 from .machine import Progress
 from .settings import Network, Sweep
-
-
-class WatchfulTracker(MemoryTracker):
-    """Looks at every storage before every operator.
-
-    MemCNN and PyG free tensors by giving their storage no bytes, which is no operator, and which the
-    tracker would notice only when the storage itself dies.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        for watched in list(self._watched.values()):
-            storage = watched()
-            if storage is not None and watched.counts:
-                self._change(watched, storage.nbytes() - watched.bytes)
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @contextmanager
@@ -51,10 +35,10 @@ def gradients_left_out(tracker: MemoryTracker, leaves: Iterable[Tensor]) -> Iter
             handle.remove()
 
 
-def peak(run: Run, network: Network, *, resizes: bool = False) -> int:
+def peak(run: Run, network: Network) -> int:
     """Live bytes at the peak of a step that starts without gradients, as the tracker of retrograde sees them."""
     clear(network)
-    tracker = (WatchfulTracker if resizes else MemoryTracker)(ignore=[*network.branches, network.x])
+    tracker = MemoryTracker(ignore=[*network.branches, network.x])
     with tracker, gradients_left_out(tracker, network.leaves):
         run(network.x).sum().backward()
     clear(network)
@@ -102,6 +86,6 @@ def by_depth(
         field = assemble(sweep.at(depth), contenders)
         absent |= field.absent
         for name, run in field.runs.items():
-            found.setdefault(name, {})[depth] = peak(run, field.network, resizes=field.contenders[name].resizes)
+            found.setdefault(name, {})[depth] = peak(run, field.network)
             progress.step(f"memory by depth: {name} at depth {depth}")
     return found, absent

@@ -147,9 +147,9 @@ def nuwa(network: Network) -> Run:
 
 PEERS = (
     Contender("RevTorch", "peer", revtorch, package="RevTorch"),
-    Contender("MemCNN", "peer", memcnn, package="memcnn", resizes=True),
+    Contender("MemCNN", "peer", memcnn, package="memcnn"),
     Contender("RevLib", "peer", revlib, package="revlib", note="its default mode"),
-    Contender("PyG GroupAddRev", "peer", group_add_rev, package="torch_geometric", resizes=True, note="two groups"),
+    Contender("PyG GroupAddRev", "peer", group_add_rev, package="torch_geometric", note="two groups"),
     Contender("reformer-pytorch", "peer", reformer, package="reformer-pytorch"),
     Contender("routing-transformer", "peer", routing, package="routing-transformer"),
     Contender("axial-attention", "peer", axial, package="axial-attention"),

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .contenders import REVERSE
 from .results import Comparison, GradientErrors, Growth, Results
-from .verdict import CONTENDERS
+from .verdict import CONTENDERS, rivals_in
 
 COLOURS = {"retrograde": "#c1272d", "plain": "#222222", "torch": "#1f6fb4", "peer": "#8a8a8a"}
 MARKERS = "osD^vP*X<>hpd8H"
@@ -59,12 +60,15 @@ def _figure(columns: int = 1) -> tuple[Any, Any]:
 
 
 def _finish(figure: Any, axes: Any) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
     for ax in axes:
+        ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        ax.xaxis.set_minor_locator(NullLocator())
         ax.xaxis.set_major_formatter("{x:g}")
-        ax.xaxis.set_minor_formatter("{x:g}")
-        ax.tick_params(axis="x", which="both", labelsize=8)
+        ax.tick_params(axis="x", labelsize=8)
         ax.grid(alpha=0.25)
         ax.spines[["top", "right"]].set_visible(False)
 
@@ -74,11 +78,24 @@ def _scatter(comparison: Comparison) -> Any:
     for name, style in _styles(list(comparison.seconds)).items():
         low, middle, high = comparison.to_baseline(CONTENDERS[name])
         spread = [[middle - low], [high - middle]]
-        axes[0].errorbar([comparison.in_pairs(name)], [middle], yerr=spread, linestyle="none", capsize=2, **style)
-    axes[0].set(xscale="log", xlabel="peak, in pairs of streams", ylabel="time, ratio to plain autograd")
+        at = (comparison.in_pairs(name), middle)
+        axes[0].errorbar([at[0]], [at[1]], yerr=spread, linestyle="none", capsize=2, **style)
+        if name in _named(comparison):
+            axes[0].annotate(name, at, (6, -11), textcoords="offset points", fontsize=8, color=style["color"])
+    axes[0].set(
+        xscale="log",
+        xlabel="peak, in pairs of streams",
+        ylabel="time, ratio to plain autograd (momentum: to plain momentum)",
+    )
     axes[0].set_title(f"{comparison.setting.name}: lower left is better", fontsize=10)
     _finish(figure, axes)
     return figure
+
+
+def _named(comparison: Comparison) -> set[str]:
+    """The contenders whose names stand beside their points: reversing, and the fastest peer that reverses."""
+    peers = [c for c in rivals_in(comparison.seconds) if c.family == "peer"]
+    return {REVERSE, *(c.name for c in sorted(peers, key=lambda c: comparison.to_baseline(c)[1])[:1])}
 
 
 def _growth(growth: Growth, label: str) -> Any:

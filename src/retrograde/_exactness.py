@@ -1,9 +1,16 @@
-"""Exact stacks: every step on one grid, streams that start on it, and what to do when one leaves its range."""
+"""Exact stacks: every step on one grid, streams that start on it, and what to do when one leaves its range.
+
+NOTE [A grid that was taken in a call]
+ A stack with overflow="rescale" may go on with a coarser grid than it was built with. Other bits would come of it when
+ it is saved and loaded, so that a block then holds the grid's bits as a buffer, `rescaled_bits`, which is in its
+ `state_dict`. A block that loads such a state takes over the grid; one that loads a state without, returns to
+ its own. Blocks that were never rescaled have no such buffer.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -21,6 +28,15 @@ Result = TypeVar("Result")
 
 def make_exact(blocks: Sequence[Block], bits: int | None) -> None:
     """Give every step the exact form of its coupling. Steps that replace their stream stay as they are."""
+    _couple(blocks, bits)
+    for block in dict.fromkeys(blocks):
+        _forget_rescaling(block)
+        if not getattr(block, "_loads_grid", False):
+            block.register_load_state_dict_pre_hook(_load_grid)  # type: ignore[no-untyped-call]
+            block._loads_grid = True  # type: ignore[assignment]
+
+
+def _couple(blocks: Sequence[Block], bits: int | None) -> None:
     forms = [(step, _exact_form(i, step, bits)) for i, block in enumerate(blocks) for step in block.each_step()]
     for step, coupling in forms:  # all of them, or none
         step.couple(coupling)
@@ -29,6 +45,7 @@ def make_exact(blocks: Sequence[Block], bits: int | None) -> None:
 def make_ordinary(blocks: Sequence[Block]) -> None:
     """Take the grid away again."""
     for block in blocks:
+        _forget_rescaling(block)
         for step in block.each_step():
             if isinstance(step.coupling, ExactScaled):
                 step.couple(Scaled(step.coupling.keep, step.coupling.scale))
@@ -132,13 +149,53 @@ def rescaling(blocks: Sequence[Block], devices: Sequence[torch.device], run: Cal
         except StepError as error:
             if error.bits is None:
                 raise
-            make_exact(blocks, error.bits)
+            _rescale(blocks, error.bits)
             warnings.warn(
                 f"{error} The stack goes on with a grid of 2^-{error.bits}; the call was started again. Give "
                 f"exact={error.bits} to start with it.",
                 RuntimeWarning,
                 stacklevel=5,
             )
+
+
+def _rescale(blocks: Sequence[Block], bits: int) -> None:
+    """Take another grid, and keep it in the blocks' states. See NOTE [A grid that was taken in a call]."""
+    own = [[step.coupling.bits for step in block.each_step() if step.exact] for block in blocks]
+    _couple(blocks, bits)
+    for block, given in zip(blocks, own, strict=True):
+        if given:
+            _note_rescaling(block, bits, given[0])
+
+
+def _note_rescaling(block: Block, bits: int, own: int | None) -> None:
+    if "rescaled_bits" not in block._buffers:
+        block._own_bits = own  # type: ignore[assignment]
+    block.register_buffer("rescaled_bits", torch.tensor(bits))
+
+
+def _forget_rescaling(block: Block) -> None:
+    if "rescaled_bits" in block._buffers:
+        del block.rescaled_bits
+
+
+def _load_grid(
+    block: Any, state: Mapping[str, Any], prefix: str, metadata: Any, strict: Any, missing: Any, unexpected: Any,
+    errors: list[str],
+) -> None:  # fmt: skip
+    """Before a block loads its state: take over the grid in it."""
+    found = state.get(f"{prefix}rescaled_bits")
+    own = [step.coupling.bits for step in block.each_step() if step.exact]
+    if found is not None and not own:
+        errors.append(
+            f"{prefix}rescaled_bits: the state is that of an exact stack, which went on with a grid of "
+            f"2^-{int(found)}, and this one is not exact. Set stack.exact = True before it loads the state."
+        )
+    elif found is not None:
+        _couple([block], int(found))
+        _note_rescaling(block, int(found), own[0])
+    elif "rescaled_bits" in block._buffers:
+        _couple([block], block._own_bits)
+        _forget_rescaling(block)
 
 
 @contextmanager

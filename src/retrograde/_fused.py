@@ -59,7 +59,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             only after a backward pass, so each step needs one more, in `norm_pass()`.
         options: what `kind` takes.
 
-    Example:
+    Examples:
         >>> import torch, retrograde as rg
         >>> from retrograde._fused import FusedOptimizer
         >>> stack = rg.ReversibleSequence([rg.two_stream(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))])
@@ -158,7 +158,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def norm_pass(self) -> Iterator[None]:
         """Measure the norm of all gradients in a first backward pass, which steps nothing; then clip in the second.
 
-        Example:
+        Examples:
             with optimizer.norm_pass():
                 loss.backward(retain_graph=True)
             loss.backward()

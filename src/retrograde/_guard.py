@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -93,13 +95,25 @@ def sample(stream: Tensor) -> Tensor:
     return flat[:: max(1, -(-flat.numel() // _SAMPLE))].clone()
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """The size of the difference in units of the expected size; infinite where either is not finite."""
-    if not expected.numel():
-        return 0.0
-    wide = torch.float64 if expected.dtype == torch.float64 else torch.float32
-    difference, size = (found.to(wide) - expected.to(wide)).norm(), expected.to(wide).norm()
-    if size == 0:  # a velocity at its start: nothing to be relative to
-        size = torch.tensor(float(expected.numel())).sqrt()
-    error = float(difference / size)
-    return error if error == error else float("inf")
+def relative_error(found: Tensor | Sequence[Tensor], expected: Tensor | Sequence[Tensor]) -> float:
+    """The size of the difference in units of the expected size, of all tensors together.
+
+    In units of 1 where the expected ones are all zero, as a velocity is at its start. Infinite where it is no number.
+    """
+    if isinstance(found, Tensor) or isinstance(expected, Tensor):
+        assert isinstance(found, Tensor)
+        assert isinstance(expected, Tensor)
+        found, expected = [found], [expected]
+    difference = norm(_wide(a) - _wide(b) for a, b in zip(found, expected, strict=True))
+    size = norm(expected) or math.sqrt(sum(tensor.numel() for tensor in expected)) or 1.0
+    error = difference / size
+    return error if error == error else math.inf
+
+
+def norm(tensors: Iterable[Tensor]) -> float:
+    """The norm of all tensors together."""
+    return math.sqrt(sum(float(_wide(tensor).square().sum()) for tensor in tensors))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.float32 if tensor.device.type == "mps" else torch.float64)

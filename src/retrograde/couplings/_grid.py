@@ -60,7 +60,7 @@ class Grid:
         if not stream.numel() or stream.is_meta or is_exporting():
             return
         low, high = torch.aminmax(without_transforms(stream.detach()))
-        largest = max(-float(low), float(high))
+        largest = float(torch.maximum(-low, high))  # an accelerator is waited for once
         if largest < self.limit:  # at the limit itself a sum past it may have been rounded down to it
             return
         if not math.isfinite(largest):

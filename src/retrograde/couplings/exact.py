@@ -23,7 +23,7 @@ class Exact(Coupling):
             stream of float32 must stay below 2^(24 - bits) in size, one of float64 below 2^(53 - bits).
         scale: a factor of the update.
 
-    Example:
+    Examples:
         >>> import torch, retrograde as rg
         >>> coupling = rg.couplings.Exact(bits=16)
         >>> x, update = coupling.prepare(torch.randn(1000)), torch.randn(1000)

@@ -27,3 +27,4 @@ from ._report import Peak as Peak
 from ._report import StackReport as StackReport
 from ._report import StepReport as StepReport
 from ._report import Suggestion as Suggestion
+from ._report import Untried as Untried

@@ -16,6 +16,7 @@ from retrograde._sequence import ReversibleSequence
 from retrograde._step import Step
 from retrograde._torch_private import tree_flatten, tree_unflatten
 
+from ._branches import CopyingReader
 from ._compare import noise_like
 from ._memory import Event, MemoryTracker
 from ._report import ExaminationError, Peak
@@ -78,6 +79,7 @@ class Bench:
         self._batch = (args, kwargs)
         self.stacks = {name: m for name, m in model.named_modules() if isinstance(m, ReversibleSequence)}
         self.steps = {step: words for name, stack in self.stacks.items() for step, words in _steps(name, stack)}
+        self.copying: list[Step] = []  # those that must get copies of their sources, which they edit
         self._devices = {t.device for t in _tensors((args, kwargs, list(model.parameters())))}
         inner = [p for step in self.steps for p in parameters_of(step)]
         self.parameters = list(dict.fromkeys([*(p for p in model.parameters() if p.requires_grad), *inner]))
@@ -102,7 +104,7 @@ class Bench:
             within: a context to run in, entered when all is prepared.
             where: is told where the run is.
         """
-        with unchanged(self.model, self.steps, self._devices), ExitStack() as undo, torch.enable_grad():
+        with self.untouched(), ExitStack() as undo, torch.enable_grad():
             logs = {}
             for name, stack in self.stacks.items():
                 watched = Redirected(stack, setup.plans[stack], look=look, walks=walks, widen=setup.widen.get(stack))
@@ -112,6 +114,14 @@ class Bench:
             undo.enter_context(within or nullcontext())
             loss = self.loss(self.model(*args, **kwargs))
             yield _checked(loss), logs
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """The model is put back at the end, whatever ran; steps that edit their sources get copies."""
+        with unchanged(self.model, self._devices), ExitStack() as undo:
+            for step in self.copying:
+                undo.enter_context(CopyingReader(step))
+            yield
 
     def label(self, name: str) -> str:
         """What to call a stack where its blocks are named: nothing if there is only one."""
@@ -130,16 +140,20 @@ class Bench:
     def peak(self, setup: Setup, label: str) -> tuple[Peak, dict[str, int]]:
         """The peak of one run in live bytes, and the peak at each place that the run was at."""
         places = _Places()
-        tracker = MemoryTracker([self.model, *self.parameters], events=places)
+        self.track(setup, places, places.go)
+        at = max(places.peaks, key=lambda place: places.peaks[place], default="nowhere")
+        return Peak(label, places.peaks.get(at, 0), at), places.peaks
+
+    def track(self, setup: Setup, events: list[Event], where: Where) -> None:
+        """One run, forward and backward, whose changes of live bytes go to `events`, and its places to `where`."""
+        tracker = MemoryTracker([self.model, *self.parameters], events=events)
         with ExitStack() as undo:
             for parameter in self.parameters:  # gradients are there in any mode, and are not counted
                 undo.callback(parameter.register_hook(tracker.ignore).remove)
-            with self.run(setup, walks="needed", within=tracker, where=places.go) as (loss, _):
-                places.go("backward, after the stack")
+            with self.run(setup, walks="needed", within=tracker, where=where) as (loss, _):
+                where("backward, after the stack")
                 wanted: list[Any] = self.parameters or [t for t in _tensors(self._batch) if t.requires_grad]
                 torch.autograd.grad(loss, wanted, allow_unused=True)
-        at = max(places.peaks, key=lambda place: places.peaks[place], default="nowhere")
-        return Peak(label, places.peaks.get(at, 0), at), places.peaks
 
     def _own_batch(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A copy of the batch: models have been seen to edit their masks."""

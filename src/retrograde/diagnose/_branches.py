@@ -10,11 +10,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from retrograde import _randomness as randomness
+from retrograde._before import reached
+from retrograde._guard import relative_error
 from retrograde._step import Step
+from retrograde._torch_private import versions
 
-from ._compare import relative_error
 from ._report import Behaviour, ExaminationError
-from ._snapshot import Snapshot, generators_of, global_generators, named_modules_of
+from ._snapshot import Snapshot, named_modules_of
+
+
+class CopyingReader:
+    """In the place of a step's way to read its sources: the branch gets copies, and may edit them."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._read = step._read
+        self._reads = step.reads
+        self._copies: list[Tensor] = []
+        self._before: list[int] = []
+
+    def __enter__(self) -> CopyingReader:
+        object.__setattr__(self._step, "_read", self)
+        if self._reads == "each":
+            self._step.reads = "copies of each"  # type: ignore[assignment]  # a step that reads "each" does not ask
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        object.__delattr__(self._step, "_read")
+        self._step.reads = self._reads
+
+    def __call__(self, sources: list[Tensor]) -> list[Tensor]:
+        read = self._read(sources)  # what was cast or summed is a copy already, and nobody else's
+        copies = {i: t.clone() for i, t in enumerate(read) if any(t is s for s in sources)}
+        self._copies = list(copies.values())
+        self._before = versions(self._copies)
+        return [copies.get(i, t) for i, t in enumerate(read)]
+
+    @property
+    def edited(self) -> bool:
+        """Whether the branch edited what it was last given."""
+        return versions(self._copies) != self._before
 
 
 class ProbedSteps:
@@ -45,15 +81,17 @@ class ProbedSteps:
         update = step.update
 
         def twice(sources: list[Tensor], kwargs: Mapping[str, Any]) -> tuple[Any, Tensor | None]:
-            named, owned = named_modules_of(step), generators_of(step)
-            everywhere = [*owned, *global_generators(s.device for s in sources)]
+            named = named_modules_of(step)
+            _, everywhere = reached([step], [s.device for s in sources])
+            owned = [g for g in everywhere if randomness.is_generator(g) and g is not torch.default_generator]
             before = Snapshot(named, everywhere)
             copies = [s.detach().clone() for s in sources]
-            result: tuple[Any, Tensor | None] = update(sources, kwargs)
-            behaviour = _changes(before, owned, sources, copies)
+            with CopyingReader(step) as reader:
+                result: tuple[Any, Tensor | None] = update(sources, kwargs)
+            behaviour = _changes(before, owned, edits_source=reader.edited)
             after = Snapshot(named, everywhere)
             before.restore()
-            with torch.enable_grad():
+            with torch.enable_grad(), CopyingReader(step):
                 again = update(
                     [c.requires_grad_(s.requires_grad) for c, s in zip(copies, sources, strict=True)], kwargs
                 )
@@ -84,13 +122,13 @@ class ProbedSteps:
         self.found[step] = _joined(earlier, behaviour, error)
 
 
-def _changes(before: Snapshot, owned: list[Any], sources: list[Tensor], copies: list[Tensor]) -> Behaviour:
+def _changes(before: Snapshot, owned: list[Any], *, edits_source: bool) -> Behaviour:
     return Behaviour(
         draws=tuple(_name(g, owned) for g in before.moved_generators()),
         generators=tuple(_name(g, owned) for g in owned),
         buffers=tuple(before.changed_buffers()),
         attributes=tuple(before.changed_attributes()),
-        edits_source=not all(torch.equal(s, c) for s, c in zip(sources, copies, strict=True)),
+        edits_source=edits_source,
     )
 
 

@@ -8,22 +8,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-
-def norm(tensors: Iterable[Tensor]) -> float:
-    """The norm of all tensors together."""
-    return math.sqrt(sum(float(t.detach().double().square().sum()) for t in tensors))
+from retrograde._guard import norm, relative_error
 
 
 def rms(tensors: Sequence[Tensor]) -> float:
     """The root mean square of all entries."""
     return norm(tensors) / math.sqrt(max(sum(t.numel() for t in tensors), 1))
-
-
-def relative_error(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
-    """The norm of the difference over the norm of the truth, of all tensors together."""
-    difference = norm(a.double() - b.double() for a, b in zip(found, truth, strict=True))
-    size = norm(truth)
-    return difference / size if size else (0.0 if difference == 0 else math.inf)
 
 
 def compared(found: Sequence[Tensor], true: Sequence[Tensor]) -> tuple[float | None, float | None]:

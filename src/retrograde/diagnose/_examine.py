@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from ._report import (
     in_bytes,
     in_digits,
 )
-from ._watch import SeenBlock, SeenStep, StackLog, place
+from ._watch import Pushed, SeenBlock, SeenStep, StackLog, place
 
 MODES: tuple[Memory, ...] = ("store", "checkpoint", "reverse")
 
@@ -53,7 +53,7 @@ def examine(
     Raises:
         ExaminationError: if there is nothing to examine or a comparison makes no sense; the message says why.
 
-    Example:
+    Examples:
         >>> import torch, retrograde as rg
         >>> from retrograde.diagnose import examine
         >>> layers = [(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(4)]
@@ -64,12 +64,13 @@ def examine(
     """
     bench = _prepared(model, args, kwargs, loss, tolerance)
     behaviours = _behaviours(bench, tolerance)
+    bench.copying = [step for step, behaviour in behaviours.items() if behaviour.edits_source]
     setup = Setup(bench.plans())
     with _in_words("The backward pass"):
         true, logs = bench.gradients(Setup(bench.plans("store")))
         found, _ = bench.gradients(setup)
         _, seen = bench.gradients(setup, "drift")
-        _note_amplification(bench, setup, seen)
+        _note_amplification(bench, setup, seen, behaviours)
         bench.gradients(Setup(bench.plans("checkpoint")))  # which keeps more the first time than later
         peaks = {mode: bench.peak(setup if mode == "reverse" else Setup(bench.plans(mode)), mode) for mode in MODES}
     places: dict[str, dict[str, int]] = {mode: by_place for mode, (_, by_place) in peaks.items()}
@@ -85,9 +86,10 @@ def examine(
     }
     totals = tuple(peak for peak, _ in peaks.values())
     with _in_words("A remedy"):
-        suggestions = tried(bench, setup, reports, totals)
+        suggestions, untried = tried(bench, setup, reports, totals)
     stacks = tuple(reports.values())
-    return Diagnosis(type(model).__name__, tolerance, _verdict(stacks, totals), stacks, totals, suggestions)
+    verdict = _refused(stacks) + _verdict(stacks, totals)
+    return Diagnosis(type(model).__name__, tolerance, verdict, stacks, totals, suggestions, untried)
 
 
 def _prepared(model: Any, args: Any, kwargs: Any, loss: Loss | None, tolerance: float) -> Bench:
@@ -137,7 +139,9 @@ def _in_words(what: str) -> Iterator[None]:
         raise ExaminationError(f"{what} raised {type(error).__name__}: {message}") from error
 
 
-def _note_amplification(bench: Bench, setup: Setup, seen: dict[ReversibleSequence, StackLog]) -> None:
+def _note_amplification(
+    bench: Bench, setup: Setup, seen: dict[ReversibleSequence, StackLog], behaviours: dict[Step, Behaviour]
+) -> None:
     """Send a small error through the inverse, and write into `seen` by how much each block magnifies it."""
     logs: dict[ReversibleSequence, StackLog] = {}
     try:
@@ -146,9 +150,24 @@ def _note_amplification(bench: Bench, setup: Setup, seen: dict[ReversibleSequenc
             torch.autograd.grad(loss, [*bench.parameters, *inputs], allow_unused=True)
     except Exception:
         pass  # the error tipped a decision; what was measured up to there stands
+    _note_ends(bench, logs, behaviours)
     for stack, log in logs.items():
         for now, then in zip(seen[stack].blocks, log.blocks, strict=False):
             now.amplification = then.amplification
+
+
+def _note_ends(bench: Bench, logs: dict[ReversibleSequence, StackLog], behaviours: dict[Step, Behaviour]) -> None:
+    """Where a part of the plan ends nothing is rebuilt that an error could be put into: run these blocks alone.
+
+    One that draws random numbers, or keeps bits aside, cannot be.
+    """
+    alone = {step for step in bench.steps if not step.forgets and not behaviours.get(step, Behaviour()).draws}
+    for stack, log in logs.items():
+        for seen in log.blocks:
+            block = stack._blocks()[seen.index]
+            if seen.amplification is None and isinstance(seen, Pushed) and alone.issuperset(block.each_step()):
+                with suppress(Exception), bench.untouched():  # as above
+                    seen.push_through(block, stack.names)
 
 
 class _Examined:
@@ -238,6 +257,18 @@ def _by_block(label: str, places: dict[str, dict[str, int]]) -> Callable[[int], 
         return {mode: max(found.get(p, 0) for p in at) for mode, found in places.items()}
 
     return peaks
+
+
+def _refused(stacks: Sequence[StackReport]) -> str:
+    """The verdict on branches that a stack does not run; the rest of it is for copies of their sources."""
+    found = [f"block {block} of {stack.name} ({branch})" for stack in stacks for block, branch in stack.edits]
+    if not found:
+        return ""
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return (
+        f"Fault: a branch edits its source in place, which a stack refuses: {found[0]}{more}. Use an out-of-place "
+        "operation, or let the branch clone its source. With copies of the sources: "
+    )
 
 
 def _verdict(stacks: Sequence[StackReport], peaks: Sequence[Peak]) -> str:

@@ -8,7 +8,9 @@ NOTE [What the tracker sees]
     replays of a tape and the nodes written in C++ among them. Other threads' operators are not.
  3. Memory that a kernel takes and gives back before it returns is not seen, nor what generators,
     compiled code and plain numbers (8 bytes each) take. `torch.profiler` sees all of these.
- 4. Under any dispatch mode autograd adds two gradients of one tensor out of place, where it
+ 4. A storage that is given another size is followed, also where no operator does it: FSDP and other libraries free
+    tensors by `untyped_storage().resize_(0)`.
+ 5. Under any dispatch mode autograd adds two gradients of one tensor out of place, where it
     would else add into the first: a peak at such a sum is over by the size of that gradient.
 """
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -68,7 +71,7 @@ class MemoryTracker(TorchDispatchMode):
         ignore: tensors and modules (parameters, their gradients, buffers) not to count.
         events: a list that receives an `Event` for each change, in the order of time.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from retrograde.diagnose import MemoryTracker
         >>> model, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
@@ -114,6 +117,21 @@ class MemoryTracker(TorchDispatchMode):
         finally:
             self._phases.pop()
 
+    def __enter__(self) -> MemoryTracker:
+        _RESIZES.tell(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _RESIZES.leave_out(self)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Take notice of a storage's new size."""
+        watched = self._watched.get(id(storage))
+        if watched is not None and watched.counts:
+            self._change(watched, storage.nbytes() - watched.bytes)
+
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
@@ -122,9 +140,9 @@ class MemoryTracker(TorchDispatchMode):
                 self._watch(storage, "").counts = False
         result = func(*args, **(kwargs or {}))
         for storage in _storages((result, args)):  # the arguments again: they may have been resized
-            watched = self._watched.get(id(storage)) or self._watch(storage, str(func))
-            if watched.counts:
-                self._change(watched, storage.nbytes() - watched.bytes)
+            if id(storage) not in self._watched:
+                self._watch(storage, str(func))
+            self.resized(storage)
         return result
 
     def _watch(self, storage: torch.UntypedStorage, operator: str) -> _Watched:
@@ -149,6 +167,39 @@ class MemoryTracker(TorchDispatchMode):
         if self.events is not None:
             label = self._phases[-1].label if self._phases else ""
             self.events.append(Event(change, self.live, watched.number, watched.operator, label))
+
+
+class _Resizes:
+    """Tells trackers that are on of storages that are given another size, which is no operator."""
+
+    def __init__(self) -> None:
+        self._trackers: list[MemoryTracker] = []
+        self._lock = threading.Lock()
+
+    def tell(self, tracker: MemoryTracker) -> None:
+        with self._lock:
+            self._trackers.append(tracker)
+            torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign, assignment]
+
+    def leave_out(self, tracker: MemoryTracker) -> None:
+        with self._lock:
+            self._trackers.remove(tracker)
+            if not self._trackers:
+                del torch.UntypedStorage.resize_  # the one of its base class is there again
+
+    def happened(self, storage: torch.UntypedStorage) -> None:
+        for tracker in list(self._trackers):
+            tracker.resized(storage)
+
+
+_RESIZES = _Resizes()
+_RESIZE = torch.UntypedStorage.resize_
+
+
+def _resize(storage: torch.UntypedStorage, size: int) -> Any:
+    result = _RESIZE(storage, size)
+    _RESIZES.happened(storage)
+    return result
 
 
 class _Watched(weakref.ref[torch.UntypedStorage]):

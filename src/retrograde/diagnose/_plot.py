@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ._report import BlockReport, Diagnosis, StackReport
+from ._report import Diagnosis, StackReport
 
-_COLOURS = {"store": "#b0b0b0", "checkpoint": "#d08c3c", "reverse": "#2b6cb0"}
+_COLOURS = {"store": "#7d7d7d", "checkpoint": "#d08c3c", "reverse": "#2b6cb0"}
 _DRIFT, _GRADIENT, _BAD = "#2b6cb0", "#b5305a", "#c53030"
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("bytes", 1))
 _LEAST = 1e-17  # errors that are zero stand at the bottom: a logarithmic axis has no zero
@@ -46,7 +46,8 @@ def _errors(ax: Any, stack: StackReport) -> None:
     ax.axhline(stack.floor, color="#555555", lw=1, ls=":", label=f"floor of {stack.dtype} ({stack.floor:.1e})")
     ax.axhline(stack.tolerance, color=_BAD, lw=1, ls="--", label=f"tolerance ({stack.tolerance:.2g})")
     if stack.first_bad is not None:
-        _mark(ax, stack, stack.blocks[stack.first_bad])
+        index = stack.blocks[stack.first_bad].index
+        ax.axvline(index, color=_BAD, lw=8, alpha=0.2, label=f"block {index}, the first past tolerance")
     flipped = [b for b in stack.blocks if b.flips and math.isfinite(b.error)]
     if flipped:
         heights = [max(b.error, _LEAST) for b in flipped]
@@ -57,18 +58,6 @@ def _errors(ax: Any, stack: StackReport) -> None:
     ax.set_title(f"{stack.name}: {len(stack.blocks)} blocks, {stack.dtype} streams", fontsize=10)
     ax.grid(alpha=0.25)
     ax.legend(fontsize=8, loc="best")
-
-
-def _mark(ax: Any, stack: StackReport, block: BlockReport) -> None:
-    """A bar at the first block past tolerance, with its number on the side that has room."""
-    ax.axvline(block.index, color=_BAD, lw=8, alpha=0.12)
-    right = block.index > len(stack.blocks) / 2
-    ax.annotate(
-        f"block {block.index} is the first\npast tolerance",
-        (block.index, 0.03), xycoords=("data", "axes fraction"), xytext=(-9 if right else 9, 0),
-        textcoords="offset points", ha="right" if right else "left", fontsize=9, color=_BAD,
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
-    )  # fmt: skip
 
 
 def _memory(ax: Any, stack: StackReport) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from retrograde._plan import Memory
@@ -17,7 +15,7 @@ from retrograde._plan import Memory
 from ._bench import Bench, Loss, Setup
 from ._examine import MODES as MODES
 from ._examine import _in_words
-from ._memory import Event, MemoryTracker
+from ._memory import Event
 from ._report import ExaminationError, in_bytes
 
 KINDS = ("before the blocks", "kept by the blocks", "after the blocks", "a block's own step")
@@ -115,7 +113,7 @@ def profile(
     Raises:
         ExaminationError: if there is no stack, or the model does not run; the message says why.
 
-    Example:
+    Examples:
         >>> import torch, retrograde as rg
         >>> from retrograde.diagnose import profile
         >>> layers = [(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(6)]
@@ -179,13 +177,7 @@ def _measured(bench: Bench, memory: Memory) -> ModeProfile:
     course = _Course()
     setup = Setup(bench.plans(memory))
     bench.gradients(setup)  # a mode may keep more the first time than later
-    tracker = MemoryTracker([bench.model, *bench.parameters], events=course)
-    with ExitStack() as undo:
-        for parameter in bench.parameters:  # gradients are there in any mode, and are not counted
-            undo.callback(parameter.register_hook(tracker.ignore).remove)
-        with bench.run(setup, walks="needed", within=tracker, where=course.go) as (loss, _):
-            course.go("backward, after the stack")
-            torch.autograd.grad(loss, bench.parameters, allow_unused=True)
+    bench.track(setup, course, course.go)
     return _summed(memory, course, bench)
 
 

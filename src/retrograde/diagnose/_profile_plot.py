@@ -16,14 +16,17 @@ _PEAK = "#c53030"
 _POINTS = 3000  # of a timeline that are drawn
 
 _PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Memory of {model}</title><style>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width"><title>Memory of {model}</title><style>
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 75em; margin: 2em auto; padding: 0 1em; color: #222 }}
-svg {{ width: 100%; height: auto }} table {{ border-collapse: collapse; margin: .5em 0 }}
-td, th {{ padding: .2em .8em; text-align: left; border-bottom: 1px solid #ddd }} td:first-child {{ text-align: right }}
+svg {{ width: 100%; min-width: 40em; height: auto }} div {{ overflow-x: auto }}
+table {{ border-collapse: collapse; margin: .5em 0 }}
+td, th {{ padding: .2em .8em; text-align: left; border-bottom: 1px solid #ddd }}
+td:first-child {{ text-align: right; white-space: nowrap }}
 </style></head><body>
 <h1>Memory of a training step of {model}</h1>
 <p>Bytes of live tensors besides parameters, their gradients and the batch. Forward they go up, backward down.</p>
-{picture}
+<div>{picture}</div>
 {modes}
 </body></html>
 """
@@ -53,7 +56,7 @@ def _section(found: Profile, mode: ModeProfile) -> str:
     return (
         f"<h2>memory = {html.escape(repr(mode.memory))}: {in_bytes(mode.peak)} at {html.escape(mode.where)}</h2>"
         f"<p><b>{html.escape(found.sentences[mode.memory])}</b> {html.escape(found.advice[mode.memory])}</p>"
-        f"<table><tr><th>at the peak</th><th>what</th><th>made</th><th>operators</th></tr>{rows}</table>"
+        f"<div><table><tr><th>at the peak</th><th>what</th><th>made</th><th>operators</th></tr>{rows}</table></div>"
     )
 
 
@@ -92,6 +95,7 @@ def _over_time(ax: Any, mode: ModeProfile, size: int) -> None:
     ax.annotate("backward →", (mode.turn, 0.985), xycoords=("data", "axes fraction"), xytext=(4, 0),
                 textcoords="offset points", va="top", fontsize=8, color="#555555")  # fmt: skip
     late = mode.top > 0.6 * count
+    ax.vlines(mode.top, 0, mode.peak / size, color=_PEAK, lw=0.8, zorder=3)  # a peak may be too brief to be seen
     ax.plot([mode.top], [mode.peak / size], marker="v", color=_PEAK, ms=7, clip_on=False, zorder=4)
     ax.annotate(
         f"{in_bytes(mode.peak)}\n{mode.where}", (mode.top, mode.peak / size), xytext=(-7 if late else 7, 5),

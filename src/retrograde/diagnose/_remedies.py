@@ -15,7 +15,7 @@ from retrograde._step import StepError
 
 from ._bench import Bench, Gradients, Plans, Setup
 from ._compare import compared, worst
-from ._report import Figures, Peak, StackReport, Suggestion
+from ._report import Figures, Peak, StackReport, Suggestion, Untried
 from ._snapshot import parameters_of
 from ._watch import Look, StackLog
 
@@ -51,14 +51,15 @@ class Remedy:
 
 def tried(
     bench: Bench, setup: Setup, reports: dict[ReversibleSequence, StackReport], peaks: Sequence[Peak]
-) -> tuple[Suggestion, ...]:
+) -> tuple[tuple[Suggestion, ...], tuple[Untried, ...]]:
     """Every remedy that applies, with its effect; first those that are enough, the smallest peak first.
 
-    Nothing is tried where nothing is past the tolerance and no decision flips.
+    After them those that the model does not run with. Nothing is tried where nothing is past the tolerance and no
+    decision flips.
     """
     bad = [stack for stack, report in reports.items() if report.first_bad is not None or report.flips]
     if not bad:
-        return ()
+        return (), ()
     before = Figures(
         drift=max(report.drift for report in reports.values()),
         gradient_error=max(report.gradient_error for report in reports.values()),
@@ -69,12 +70,10 @@ def tried(
     tolerance = max(reports[stack].tolerance for stack in bad)
     sizes = [block.magnitude for stack in bad for block in reports[stack].blocks if block.magnitude]
     case = Case(bench, setup, tuple(bad), dtypes, before, tolerance, min(sizes, default=1.0))
-    found = [
-        s for make in (exact_coupling, wider_streams, anchors, decision_replay, checkpoint) for s in _try(make, case)
-    ]
-    return tuple(
-        sorted(found, key=lambda s: (not s.enough, s.after.peak_bytes if s.enough else s.after.gradient_error))
-    )
+    found = [_try(name, make, case) for name, make in _REMEDIES.items()]
+    suggestions = [s for s in found if isinstance(s, Suggestion)]
+    suggestions.sort(key=lambda s: (not s.enough, s.after.peak_bytes if s.enough else s.after.gradient_error))
+    return tuple(suggestions), tuple(s for s in found if isinstance(s, Untried))
 
 
 def exact_coupling(case: Case) -> Remedy | None:
@@ -167,18 +166,27 @@ def _anchored(plan: Plan, spacing: int, wanted: bool) -> Plan:
     return Plan(plan.memory, frozenset(range(spacing, len(plan.memory), spacing))) if wanted else plan
 
 
-def _try(make: Callable[[Case], Remedy | None], case: Case) -> Iterator[Suggestion]:
-    """The remedy with its effect; nothing if it does not apply, or if the model does not run with it."""
+_REMEDIES: dict[str, Callable[[Case], Remedy | None]] = {
+    "Exact coupling": exact_coupling,
+    "Wider streams": wider_streams,
+    "Anchors": anchors,
+    "Decision replay": decision_replay,
+    "Checkpointing": checkpoint,
+}
+
+
+def _try(name: str, make: Callable[[Case], Remedy | None], case: Case) -> Suggestion | Untried | None:
+    """The remedy with its effect; None if it does not apply, the reason if the model does not run with it."""
     try:
         remedy = make(case)
         if remedy is None:
-            return
+            return None
         with remedy.prepared():
             after = _measured(case.bench, remedy)
-    except Exception:
-        return  # a branch may refuse another dtype or a grid; then this is no remedy for it
+    except Exception as error:  # a branch may refuse another dtype or a grid; then this is no remedy for it
+        return Untried(name, " ".join(f"{type(error).__name__}: {error}".split()))
     enough = max(after.drift, after.gradient_error) <= case.tolerance
-    yield Suggestion(remedy.name, remedy.how, case.before, after, enough)
+    return Suggestion(remedy.name, remedy.how, case.before, after, enough)
 
 
 def _measured(bench: Bench, remedy: Remedy) -> Figures:

@@ -18,14 +18,14 @@ class ExaminationError(ValueError):
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What a branch does that a replay must handle. The engine handles all of it but `repeat_error`.
+    """What a branch does that a replay must handle. The engine handles all of it but the last two.
 
     Attributes:
         draws: the generators that it draws from.
         generators: the generators that it owns.
         buffers: the buffers that it changes.
         attributes: the plain attributes, outside of buffers, that it changes.
-        edits_source: whether it edits what it reads, in place.
+        edits_source: whether it edits what it reads, in place; a stack refuses to run it.
         repeat_error: how far, relatively, a second run from the same state is from the first; 0 for the same bits.
     """
 
@@ -42,7 +42,10 @@ class Behaviour:
         lists.append(("changes the attributes", self.attributes))
         found = [f"{verb} {', '.join(names)}" for verb, names in lists if names]
         if self.edits_source:
-            found.append("edits its source in place")
+            found.append(
+                "edits its source in place, which a stack refuses: use an out-of-place operation (relu(x) for "
+                "relu_(x)), or let the branch clone its source"
+            )
         if self.repeat_error:
             found.append(f"repeats itself up to {self.repeat_error:.1e} only")
         return found
@@ -144,6 +147,13 @@ class StackReport:
         return sum(block.flips for block in self.blocks)
 
     @property
+    def edits(self) -> list[tuple[int, str]]:
+        """The blocks and branches that edit their source in place."""
+        return [
+            (block.index, step.name) for block in self.blocks for step in block.steps if step.behaviour.edits_source
+        ]
+
+    @property
     def past(self) -> list[BlockReport]:
         """The blocks past the tolerance."""
         return [b for b in self.blocks if not b.error <= self.tolerance]
@@ -191,6 +201,17 @@ class Suggestion:
 
 
 @dataclass(frozen=True)
+class Untried:
+    """A remedy that the model does not run with, and why."""
+
+    remedy: str
+    reason: str
+
+    def sentence(self) -> str:
+        return f"{self.remedy}: could not be tried: {self.reason}"
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """All that `examine` found.
 
@@ -201,6 +222,7 @@ class Diagnosis:
         stacks: every ReversibleSequence that the model called.
         peaks: the peak of the whole model in each memory mode.
         suggestions: what to change, each with its measured effect; what helps most comes first.
+        untried: remedies that the model does not run with.
     """
 
     model: str
@@ -209,10 +231,11 @@ class Diagnosis:
     stacks: tuple[StackReport, ...]
     peaks: tuple[Peak, ...]
     suggestions: tuple[Suggestion, ...]
+    untried: tuple[Untried, ...] = ()
 
     @property
     def healthy(self) -> bool:
-        return all(stack.first_bad is None for stack in self.stacks)
+        return all(stack.first_bad is None and not stack.edits for stack in self.stacks)
 
     def table(self) -> str:
         """Everything as plain text."""
@@ -268,5 +291,5 @@ def _built(kind: Any, value: Any) -> Any:
         return tuple(_built(inner[0], v) for v in value)
     if is_dataclass(kind) and isinstance(kind, type):
         hints = get_type_hints(kind)
-        return kind(**{f.name: _built(hints[f.name], value[f.name]) for f in fields(kind)})
+        return kind(**{f.name: _built(hints[f.name], value[f.name]) for f in fields(kind) if f.name in value})
     return float(value) if kind is float else value

@@ -32,6 +32,8 @@ def _row(stack: StackReport, block: BlockReport) -> tuple[str, ...]:
     remark = "" if block.error <= stack.tolerance else "past tolerance"
     if block.index == stack.first_bad:
         remark = "first past tolerance"
+    if any(step.behaviour.edits_source for step in block.steps):
+        remark = f"edits its source {remark}".strip()
     if block.memory != "reverse":
         remark = f"{block.memory} {remark}".strip()
     return (
@@ -69,8 +71,9 @@ def peaks(diagnosis: Diagnosis) -> list[str]:
 
 
 def advice(diagnosis: Diagnosis) -> list[str]:
-    """The remedies that were tried; nothing if none was."""
-    found = [f"  - {s.sentence()}" for s in diagnosis.suggestions]
+    """The remedies that were tried, and those that could not be; nothing if there are none."""
+    tried, untried = diagnosis.suggestions, diagnosis.untried
+    found = [f"  - {sentence}" for sentence in [*(s.sentence() for s in tried), *(s.sentence() for s in untried)]]
     return ["What to change, as measured:", *found, ""] if found else []
 
 

@@ -14,16 +14,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from retrograde._block import Block, advance
 from retrograde._decide import counting_flips
 from retrograde._drive import FindProbe
+from retrograde._guard import norm, relative_error
 from retrograde._outputs import Outputs
 from retrograde._plan import Plan, segments
 from retrograde._replay import is_replaying
 from retrograde._sequence import ReversibleSequence
-from retrograde._step import Step
+from retrograde._step import Step, StreamName
 from retrograde._streams import Streams
 
-from ._compare import noise_like, norm, relative_error, rms
+from ._compare import noise_like, rms
 from ._decisions import FirstChoices, SecondChoices
 
 Look = Literal["drift", "amplification", "forced decisions"]
@@ -57,6 +59,7 @@ class Pushed(SeenBlock):
     size starts anew, so that it stays small.
     """
 
+    context: Mapping[str, Any] = field(default_factory=dict)
     after: Pushed | None = None
     pushed: float = 0.0  # the relative error that it goes on with
 
@@ -66,10 +69,23 @@ class Pushed(SeenBlock):
             errors = noise_like(self.truth)
         else:
             self.amplification = relative_error(streams, self.truth) / self.after.pushed
-        size = math.sqrt(torch.finfo(streams[0].dtype).eps) * norm(self.truth) / max(norm(errors), 1e-300)
-        moved = tuple((t.double() + size * e).to(t.dtype) for t, e in zip(self.truth, errors, strict=True))
+        moved = _moved(self.truth, errors)
         self.pushed = relative_error(moved, self.truth)
         return moved
+
+    def push_through(self, block: Block, names: tuple[StreamName, ...]) -> None:
+        """Run the block by itself, and its inverse from results that are a little off."""
+        with torch.no_grad():
+            after, _ = block(self.truth, self.context, advance, names)
+            moved = _moved(after, noise_like(after))
+            back = block.inverse(moved, self.context, names)
+        self.amplification = relative_error(back, self.truth) / relative_error(moved, after)
+
+
+def _moved(streams: Streams, errors: Streams) -> Streams:
+    """The streams with an error of a direction; it is as large as the square root of their spacing."""
+    size = math.sqrt(torch.finfo(streams[0].dtype).eps) * norm(streams) / max(norm(errors), 1e-300)
+    return tuple((t.double() + size * e).to(t.dtype) for t, e in zip(streams, errors, strict=True))
 
 
 @dataclass
@@ -177,6 +193,7 @@ class Redirected:
         self._walks = walks
         self._tell: Where | None = None
         self._label = ""
+        self._context: Mapping[str, Any] = {}
         self._steps: dict[Step, _WatchedStep] = {}
         self._computes: list[tuple[Step, torch.dtype | None]] = []
 
@@ -211,6 +228,7 @@ class Redirected:
             self.log.calls += torch.is_grad_enabled()
             self.log.calls_without_grad += not torch.is_grad_enabled()
             self.log.dtype = streams[0].dtype
+        self._context = context
         streams = self._entering(streams)
         if self._widen is not None:
             self._narrow_branches(streams[0].dtype)
@@ -248,7 +266,7 @@ class Redirected:
             watched.blocks = [i for i in reversed(running) for s in self._stack._blocks()[i].each_step() if s is step]
         if self._look == "amplification":
             ends = {part.blocks[-1] for part in segments(plan, running)}
-            return _Pushing(self.log, ends)
+            return _Pushing(self.log, ends, self._context)
         return self._seeing if self._look is not None else None
 
     def _seeing(self, block: int, streams: Streams) -> SeenBlock:
@@ -260,13 +278,14 @@ class Redirected:
 class _Pushing:
     """Makes probes that push, each of which knows the one after it, unless its block ends a part of the plan."""
 
-    def __init__(self, log: StackLog, ends: set[int]) -> None:
+    def __init__(self, log: StackLog, ends: set[int], context: Mapping[str, Any]) -> None:
         self._log = log
         self._ends = ends
+        self._context = context
         self._before: Pushed | None = None
 
     def __call__(self, block: int, streams: Streams) -> Pushed:
-        probe = Pushed(block, tuple(s.detach() for s in streams))
+        probe = Pushed(block, tuple(s.detach() for s in streams), context=self._context)
         if self._before is not None:
             self._before.after = probe
         self._before = None if block in self._ends else probe

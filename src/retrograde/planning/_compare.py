@@ -19,7 +19,7 @@ from retrograde._sequence import ReversibleSequence
 from retrograde._streams import Streams
 
 from ._costs import predict
-from ._planner import Planned, measured, pareto
+from ._planner import Planned, driven_by, measured, pareto
 from ._sizes import show_size
 
 
@@ -126,16 +126,19 @@ def _in_segments(stack: ReversibleSequence) -> Iterator[None]:
     size = max(1, math.isqrt(len(blocks)))
 
     def segmented(plan: Plan, streams: Streams, context: Mapping[str, Any], hidden: set[int]) -> Outputs:
-        def part(first: int, *given: Any) -> Streams:
+        def part(first: int, *given: Any) -> Outputs:
             some = blocks[first : first + size]
-            return tuple(drive(some, stack.names, Plan.uniform("store", len(some)), range(len(some)), given, context))
+            wanted = {i - first for i in hidden}
+            stored = Plan.uniform("store", len(some))
+            return drive(some, stack.names, stored, range(len(some)), given, context, hidden=wanted)
 
+        outputs = Outputs(streams, stack.names)
         for first in range(0, len(blocks), size):
-            streams = checkpoint(part, first, *streams, use_reentrant=False)
-        return Outputs(streams, stack.names)
+            found = checkpoint(part, first, *outputs, use_reentrant=False)
+            outputs.aux_by_block |= {first + i: losses for i, losses in found.aux_by_block.items()}
+            outputs.hidden |= {first + i: states for i, states in found.hidden.items()}
+            outputs = outputs.after(tuple(found))
+        return outputs
 
-    object.__setattr__(stack, "_drive", segmented)
-    try:
+    with driven_by(stack, segmented):
         yield
-    finally:
-        object.__delattr__(stack, "_drive")

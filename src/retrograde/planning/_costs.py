@@ -6,9 +6,10 @@ NOTE [What a plan holds]
     a reversed one nothing, or the results of attention if it is replayed in part;
  2. the streams at the end of each reversed part before it, and at each anchor inside one, unless the next
     block keeps them as its input anyway;
- 3. the gradients of the parameters of the blocks after it;
+ 3. the gradients of the parameters of the blocks after it, those of shared parameters once, and of the context;
  4. what the block itself needs at its worst moment: measured, on this block alone.
  The end of the forward pass is one more such moment, with what comes after the stack (a head, a loss) for 4.
+ Until then, under autocast, the casts of the weights are alive too, which its cache holds until its context ends.
  The same holds for time: it is the sum of what the blocks take, each measured alone in its mode.
 """
 
@@ -20,6 +21,8 @@ from typing import NamedTuple
 
 from retrograde._plan import INVERTING, Memory
 
+_STANDS_FOR: dict[Memory, Memory] = {"partial": "reverse", "offload": "checkpoint"}
+
 
 @dataclass(frozen=True)
 class ModeCost:
@@ -29,10 +32,12 @@ class ModeCost:
         seconds: forward and backward.
         held: bytes from its forward to its backward, its input among them where it is kept.
         kept_input: how much of `held` are the input's streams.
-        kept_output: how much of it are the output's, which a stored block may hold.
+        kept_output: how much of it are the output's, which a stored block may hold. Of a reversed block: what
+            is held besides where its part of the chain ends.
         forward_peak: the most bytes during its forward, its input included.
         backward_peak: the most bytes during its backward: what it held, the streams' gradients and those of its
             parameters included.
+        cached: the casts of weights that autocast holds until the end of the forward pass, and nothing else does.
     """
 
     seconds: float
@@ -41,6 +46,7 @@ class ModeCost:
     kept_output: int
     forward_peak: int
     backward_peak: int
+    cached: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,11 +65,13 @@ class ChainCost:
     Attributes:
         outputs: bytes of the streams after the last block.
         before: bytes that what comes before the stack holds until the end.
-        head_peak: the most bytes that what comes after the stack takes beyond the streams.
+        head_peak: the most bytes that what comes after the stack takes beyond the streams, going forward.
         head_left: what of these is left when the backward pass enters the stack.
+        head_backward: the most bytes that it takes beyond the streams, going backward.
         seconds_outside: time spent outside of the stack.
         anchors: blocks before which the streams are kept in any case.
         keeps_last: the modes of the last block, which keeps the graph of its last step.
+        context: bytes of the context's gradients, to which every block adds.
     """
 
     blocks: tuple[BlockCost, ...]
@@ -74,9 +82,16 @@ class ChainCost:
     seconds_outside: float = 0.0
     anchors: frozenset[int] = frozenset()
     keeps_last: dict[Memory, ModeCost] = field(default_factory=dict)
+    context: int = 0
+    head_backward: int = 0
 
     def mode(self, block: int, memory: Memory) -> ModeCost:
-        """The costs of a block in a mode; the last block of a chain has its own."""
+        """The costs of a block in a mode; the last block of a chain has its own.
+
+        "partial" is "reverse" where there is no attention to keep, and "offload" is "checkpoint" on the host itself.
+        """
+        if memory not in self.blocks[block].modes:
+            memory = _STANDS_FOR[memory]
         if block == len(self.blocks) - 1 and memory in self.keeps_last:
             return self.keeps_last[memory]
         return self.blocks[block].modes[memory]
@@ -84,23 +99,26 @@ class ChainCost:
     def carried(self, block: int, memory: Memory, following: Memory | None) -> int:
         """What a block leaves alive: for its own backward, and as the end of a reversed part (1 and 2 of the NOTE)."""
         mode = self.mode(block, memory)
-        if following is None or (following == memory and memory in INVERTING and block + 1 not in self.anchors):
+        anchored = following in INVERTING and block + 1 in self.anchors
+        if following is None or (following == memory and memory in INVERTING and not anchored):
             return mode.held
         streams, kept = self.blocks[block + 1].streams, self.mode(block + 1, following).kept_input
         if memory in INVERTING:
-            return mode.held + streams - kept
-        return mode.held - max(0, mode.kept_output + kept - streams)  # what both hold counts once
+            return mode.held + max(0, (streams if anchored else mode.kept_output) - kept)
+        twice = mode.kept_output + kept - streams  # what both hold counts once
+        return mode.held - (twice if anchored else max(0, twice))
 
-    def moments(self, block: int, memory: Memory, held: int) -> Iterator[int]:
-        """The bytes alive at a block's worst moments, if the blocks before it hold `held`."""
+    def moments(self, block: int, memory: Memory, held: int, cached: int = 0) -> Iterator[int]:
+        """The bytes alive at a block's worst moments, if the blocks before it hold `held`, and autocast `cached`."""
         mode = self.mode(block, memory)
         after = sum(b.gradients for b in self.blocks[block + 1 :])
-        yield self.before + held + mode.forward_peak
+        after += self.context if block + 1 < len(self.blocks) else 0
+        yield self.before + held + cached + mode.forward_peak
         yield self.before + held + self.head_left + after + mode.backward_peak
 
-    def end_of_forward(self, held: int) -> int:
+    def end_of_forward(self, held: int, cached: int) -> int:
         """The bytes alive when all blocks have run, at the worst moment of what comes after them."""
-        return self.before + held + self.outputs + self.head_peak
+        return self.before + held + self.outputs + max(cached + self.head_peak, self.head_backward)
 
 
 class Prediction(NamedTuple):
@@ -112,9 +130,10 @@ class Prediction(NamedTuple):
 
 def predict(chain: ChainCost, memory: Sequence[Memory]) -> Prediction:
     """The peak and the time of a plan."""
-    held, peak, seconds = 0, 0, chain.seconds_outside
+    held, cached, peak, seconds = 0, 0, 0, chain.seconds_outside
     for i, mode in enumerate(memory):
-        peak = max(peak, *chain.moments(i, mode, held))
+        peak = max(peak, *chain.moments(i, mode, held, cached))
         held += chain.carried(i, mode, memory[i + 1] if i + 1 < len(memory) else None)
+        cached += chain.mode(i, mode).cached
         seconds += chain.mode(i, mode).seconds
-    return Prediction(max(peak, chain.end_of_forward(held)), seconds)
+    return Prediction(max(peak, chain.end_of_forward(held, cached)), seconds)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +15,16 @@ from torch import Tensor, nn
 
 from retrograde._before import Before
 from retrograde._block import Block
-from retrograde._drive import drive, runner_for
-from retrograde._plan import INVERTING, Memory, Plan
+from retrograde._drive import runner_for
+from retrograde._exactness import OnGrid
+from retrograde._outputs import Losses
+from retrograde._plan import INVERTING, Memory
+from retrograde._record import Call
+from retrograde._replay import Ambient
 from retrograde._sequence import ReversibleSequence
+from retrograde._step import StreamName
 from retrograde._streams import Streams
+from retrograde._torch_private import tree_flatten, tree_map
 from retrograde.diagnose import MemoryTracker
 
 from ._costs import BlockCost, ModeCost
@@ -29,42 +36,129 @@ _ROUNDS = 3
 _PATIENCE = 2.0  # seconds, for more rounds where blocks are quick
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What all blocks of a call run with: the names of the streams, the context, autocast as it was."""
+
+    names: tuple[StreamName, ...]
+    context: Mapping[str, Any]
+    ambient: Ambient
+
+    @classmethod
+    def of_call(cls, names: tuple[StreamName, ...], streams: Streams, context: Mapping[str, Any]) -> Surroundings:
+        """As they are now, at the start of a call. The context is cut from the graph that made it."""
+        own = tree_map(_leaf, dict(context))
+        return cls(names, own, Ambient(list(dict.fromkeys(s.device for s in streams)), ()))
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors of the context that get a gradient."""
+        return [t for t in tree_flatten(dict(self.context))[0] if isinstance(t, Tensor) and t.requires_grad]
+
+    def run(self, block: Block, streams: Streams, mode: Memory, *, keeps_last: bool) -> tuple[Streams, Losses]:
+        """One block as it runs inside a chain, on streams that are prepared; with its auxiliary losses."""
+        with torch.enable_grad(), self.ambient.again():
+            call = None if mode == "store" else Call(self.names, streams, self.context)
+            runner = runner_for(mode, call, self.names, [block], keeps_last=keeps_last)
+            try:
+                streams, losses = runner.run(block, streams, self.context)
+                runner.close(streams)
+            finally:
+                runner.leave()
+        return streams, losses
+
+
+def _leaf(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
 def measure_blocks(
-    stack: ReversibleSequence, streams: Streams, context: Mapping[str, Any], progress: Progress | None = None
+    stack: ReversibleSequence, streams: Streams, around: Surroundings, progress: Progress | None = None
 ) -> tuple[list[BlockCost], dict[Memory, ModeCost], Streams]:
     """The costs of every block, those of the last one with the graph of its last step kept, and the last streams.
 
     Blocks of the same modules, shapes and context are measured once.
     """
     blocks: list[Block] = list(stack.blocks)  # type: ignore[arg-type]
+    own = _own_parameters(blocks)
+    grid = OnGrid(blocks, stack.names)
     known: dict[Hashable, dict[Memory, ModeCost]] = {}
     costs: list[BlockCost] = []
     last: dict[Memory, ModeCost] = {}
     for i, block in enumerate(blocks):
-        key = _likeness(block, streams)
+        with torch.no_grad():
+            streams = tuple(_alike(new, old) for new, old in zip(grid.before(block, streams), streams, strict=True))
+        measured = _Alone(block, streams, around, own[i])
+        key = measured.likeness()
         if key not in known:
             if progress is not None:
                 progress(f"block {i}", i, len(blocks))
-            known[key] = _all_modes(stack, block, streams, context, keeps_last=False)
+            known[key] = measured.all_modes(keeps_last=False)
         if i == len(blocks) - 1:
-            last = _all_modes(stack, block, streams, context, keeps_last=True)
-        costs.append(BlockCost(_bytes(streams), _gradient_bytes(block), known[key]))
-        with torch.enable_grad(), untouched(block):
-            outputs = drive([block], stack.names, Plan(("store",)), [0], streams, context)
-        streams = tuple(o.detach().requires_grad_(o.requires_grad) for o in outputs)
+            last = measured.all_modes(keeps_last=True)
+        costs.append(BlockCost(_bytes(streams), sum(p.numel() * p.element_size() for p in own[i]), known[key]))
+        with untouched(block):
+            outputs, _ = around.run(block, streams, "store", keeps_last=True)
+        grid.after(block)
+        streams = tuple(_leaf(o) for o in outputs)
         del outputs
     if progress is not None:
         progress("blocks", len(blocks), len(blocks))
     return costs, last, streams
 
 
-def _likeness(block: Block, streams: Streams) -> Hashable:
-    """What two blocks have in common that cost the same."""
-    modules = tuple(type(m).__qualname__ for m in block.modules())
-    parameters = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters())
-    branches = tuple(step.name for step in block.each_step())
-    shapes = tuple((tuple(s.shape), s.dtype) for s in streams)
-    return modules, parameters, branches, block.training, shapes, tuple(_distinct(streams)[1])
+def _alike(new: Tensor, old: Tensor) -> Tensor:
+    return new if new is old else new.detach().requires_grad_(old.requires_grad)
+
+
+@dataclass(frozen=True)
+class _Alone:
+    """A block to be measured by itself. `own` are its parameters that no block after it shares."""
+
+    block: Block
+    streams: Streams
+    around: Surroundings
+    own: list[nn.Parameter]
+
+    def likeness(self) -> Hashable:
+        """What two blocks have in common that cost the same."""
+        own = set(self.own)
+        modules = tuple((type(m).__qualname__, m.training, _settings(m)) for m in self.block.modules())
+        parameters = tuple((tuple(p.shape), p.dtype, p.requires_grad, p in own) for p in self.block.parameters())
+        steps = tuple((_code(step.branch), repr(step.coupling)) for step in self.block.each_step())
+        shapes = tuple((tuple(s.shape), s.dtype, s.requires_grad) for s in self.streams)
+        return modules, parameters, steps, shapes, tuple(_distinct(self.streams)[1])
+
+    def all_modes(self, *, keeps_last: bool) -> dict[Memory, ModeCost]:
+        """The costs of every mode that the block allows."""
+        modes: list[Memory] = ["store", "checkpoint"]
+        if self.block.invertible:
+            modes += INVERTING
+        if any(s.device.type != "cpu" for s in self.streams):
+            modes.append("offload")
+        runs = {mode: _Run(self, mode, keeps_last=keeps_last) for mode in modes}
+        with untouched(self.block):
+            sizes = {mode: run.bytes() for mode, run in runs.items()}
+            if "partial" in runs and sizes["partial"] == sizes["reverse"]:  # no attention inside: nothing is kept
+                del runs["partial"], sizes["partial"]
+            seconds: dict[Memory, float] = dict.fromkeys(runs, math.inf)
+            for _ in rounds():
+                for mode, run in runs.items():
+                    seconds[mode] = min(seconds[mode], run.seconds())
+        return {mode: ModeCost(seconds[mode], *sizes[mode]) for mode in runs}
+
+
+def _settings(module: nn.Module) -> Hashable:
+    """The plain attributes of a module: its number of heads, its window, its probability of dropping."""
+    plain = (bool, int, float, str, torch.dtype, type(None))
+    found = {name: value if isinstance(value, tuple) else (value,) for name, value in vars(module).items()}
+    return tuple((name, value) for name, value in found.items() if all(isinstance(part, plain) for part in value))
+
+
+def _code(branch: Any) -> Hashable:
+    """Of a branch that is no module: what it runs, or itself if it closes over something."""
+    if isinstance(branch, nn.Module):
+        return None
+    return id(branch if getattr(branch, "__closure__", None) else getattr(branch, "__code__", branch))
 
 
 def _distinct(streams: Streams) -> tuple[list[Tensor], list[int]]:
@@ -75,56 +169,27 @@ def _distinct(streams: Streams) -> tuple[list[Tensor], list[int]]:
     return [leaf for _, leaf in leaves.values()], [leaves[s.data_ptr()][0] for s in streams]
 
 
-def _all_modes(
-    stack: ReversibleSequence, block: Block, streams: Streams, context: Mapping[str, Any], *, keeps_last: bool
-) -> dict[Memory, ModeCost]:
-    modes: list[Memory] = ["store", "checkpoint"]
-    if block.invertible:
-        modes += INVERTING
-    if any(s.device.type != "cpu" for s in streams):
-        modes.append("offload")
-    runs = {mode: _Run(stack, block, streams, context, mode, keeps_last=keeps_last) for mode in modes}
-    with untouched(block):
-        sizes = {mode: run.bytes() for mode, run in runs.items()}
-        if "partial" in runs and sizes["partial"] == sizes["reverse"]:  # no attention inside: nothing is kept
-            del runs["partial"], sizes["partial"]
-        seconds: dict[Memory, float] = dict.fromkeys(runs, math.inf)
-        rounds, start = 0, time.perf_counter()
-        while rounds < _ROUNDS or (rounds < 4 * _ROUNDS and time.perf_counter() - start < _PATIENCE):
-            for mode, run in runs.items():  # the least time is the one that nothing else on the machine disturbed
-                seconds[mode] = min(seconds[mode], run.seconds())
-            rounds += 1
-    return {mode: ModeCost(seconds[mode], *sizes[mode]) for mode in runs}
+def rounds() -> Iterator[int]:
+    """How often to take a time, of which the least counts: it is the one that nothing else on the machine disturbed."""
+    start = time.perf_counter()
+    for i in range(4 * _ROUNDS):
+        if i < _ROUNDS or time.perf_counter() - start < _PATIENCE:
+            yield i
 
 
 class _Run:
     """One block alone, forward and backward, in one mode, as it would run inside a chain."""
 
-    def __init__(
-        self,
-        stack: ReversibleSequence,
-        block: Block,
-        streams: Streams,
-        context: Mapping[str, Any],
-        mode: Memory,
-        *,
-        keeps_last: bool,
-    ) -> None:
-        self._names = stack.names
-        self._block = block
-        self._leaves, self._places = _distinct(streams)
-        self._context = context
-        self._plan = Plan((mode,))
+    def __init__(self, alone: _Alone, mode: Memory, *, keeps_last: bool) -> None:
+        self._block = alone.block
+        self._leaves, self._places = _distinct(alone.streams)
+        self._around = alone.around
+        self._shared = set(alone.block.parameters()) - set(alone.own)
+        self._mode: Memory = mode
         self._keeps_last = keeps_last
 
-    def _forward(self, streams: Streams) -> Streams:
-        def make_runner(*args: Any, keeps_last: bool) -> Any:
-            return runner_for(*args, keeps_last=self._keeps_last)
-
-        with torch.enable_grad():
-            return tuple(
-                drive([self._block], self._names, self._plan, [0], streams, self._context, make_runner=make_runner)
-            )
+    def _forward(self, streams: Streams) -> tuple[Streams, Losses]:
+        return self._around.run(self._block, streams, self._mode, keeps_last=self._keeps_last)
 
     def _entered(self) -> Streams:
         """Streams that were computed, as those inside a chain are: autograd lets them go if nobody saves them."""
@@ -137,43 +202,50 @@ class _Run:
         entered = self._entered()
         wait(entered)
         start = time.perf_counter()
-        outputs = [o for o in self._forward(entered) if o.requires_grad]
-        if outputs:
-            torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
+        outputs, losses = self._forward(entered)
+        ends = [o for o in (*outputs, *losses) if o.requires_grad]
+        if ends:
+            torch.autograd.backward(ends, [torch.ones_like(o) for o in ends])
         wait(entered)
         return time.perf_counter() - start
 
-    def bytes(self) -> tuple[int, int, int, int, int]:
-        """Held after the forward, how much of that is input and output, and the peaks of forward and backward."""
+    def bytes(self) -> tuple[int, int, int, int, int, int]:
+        """Held after the forward, how much of that is input and output, both peaks, and what autocast caches."""
         self._clear()
         with MemoryTracker(ignore=[self._block, *self._leaves]) as memory:
             with memory.phase("forward") as forward:
                 entered = self._entered()
                 inputs = Alive(entered)
-                outputs = self._forward(entered)
-                del entered
-            edges = [torch.autograd.graph.get_gradient_edge(o) for o in outputs if o.requires_grad]
-            gradients = [torch.ones_like(o) for o in outputs if o.requires_grad]
-            ends, made = Alive(outputs), _bytes(outputs)
-            kept_input = inputs.bytes()
-            del outputs
-            kept_output = 0 if self._plan.memory[0] in INVERTING else ends.bytes()
-            held = memory.live - _bytes(gradients) - self._counted_elsewhere(ends.bytes(), made)
-            with memory.phase("backward") as backward:
-                if edges:
-                    torch.autograd.backward(edges, gradients)
+                with self._around.ambient.again():  # which holds its cache until here
+                    outputs, losses = self._forward(entered)
+                    del entered
+                    cached = memory.live
+                cached -= memory.live
+            loss = _with_gradients_of_its_own((*outputs, *losses))
+            ends, kept_input = Alive(outputs), inputs.bytes()
+            del outputs, losses
+            kept_output = ends.bytes()
+            held = memory.live - _bytes([loss]) - (kept_output if self._ends_count_elsewhere() else 0)
+            with memory.phase("backward") as backward, _added_elsewhere(self._shared):
+                if loss.requires_grad:
+                    loss.backward()
         self._clear()
-        return held, kept_input, kept_output, forward.peak, backward.peak
+        return held, kept_input, kept_output, forward.peak, backward.peak, cached
 
-    def _counted_elsewhere(self, alive: int, made: int) -> int:
-        """What of the outputs is not the block's own: a chain counts its last streams and a reversed part's end."""
-        if self._keeps_last:
-            return alive
-        return made if self._plan.memory[0] in INVERTING else 0
+    def _ends_count_elsewhere(self) -> bool:
+        """Whether the outputs are not the block's own: a chain counts its last streams and a reversed part's end."""
+        return self._keeps_last or self._mode in INVERTING
 
     def _clear(self) -> None:
-        for tensor in (*self._leaves, *self._block.parameters()):
+        for tensor in (*self._leaves, *self._around.leaves(), *self._block.parameters()):
             tensor.grad = None
+
+
+def _with_gradients_of_its_own(outputs: Streams) -> Tensor:
+    """A loss that saves nothing of the streams, and whose gradient for each is held by autograd alone."""
+    with torch.enable_grad():
+        half = [torch.full((), 0.5, dtype=o.dtype, device=o.device) for o in outputs]
+        return torch.stack([(o * h).sum().float() for o, h in zip(outputs, half, strict=True)]).sum()
 
 
 class Alive:
@@ -200,8 +272,27 @@ def untouched(module: nn.Module) -> Iterator[None]:
         before.restore()
 
 
-def _gradient_bytes(block: Block) -> int:
-    return sum(p.numel() * p.element_size() for p in block.parameters() if p.requires_grad)
+@contextmanager
+def _added_elsewhere(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Drop the gradients of some parameters when they are there, as if they were added to one that counts already."""
+    handles = [
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in parameters if p.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _own_parameters(blocks: Sequence[Block]) -> list[list[nn.Parameter]]:
+    """For each block the parameters whose gradients it is the first to make in a backward pass."""
+    seen: set[nn.Parameter] = set()
+    found: list[list[nn.Parameter]] = []
+    for block in reversed(blocks):
+        found.append([p for p in block.parameters() if p.requires_grad and p not in seen])
+        seen.update(found[-1])
+    return found[::-1]
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,8 +16,9 @@ from retrograde._sequence import ReversibleSequence
 from retrograde._streams import Streams
 from retrograde.diagnose import MemoryTracker
 
+from ._batches import arguments, tensors_in
 from ._costs import BlockCost, ChainCost, Prediction, predict
-from ._measure import Progress, measure_blocks, untouched, wait
+from ._measure import Progress, Surroundings, measure_blocks, rounds, untouched, wait
 from ._search import cheapest, smallest
 from ._sizes import parse_size, show_size
 
@@ -77,7 +78,7 @@ def plan(
     Raises:
         BudgetError: no plan fits; the error names the least budget that one fits.
 
-    Example:
+    Examples:
         >>> import torch, retrograde as rg
         >>> from retrograde.planning import plan
         >>> layers = [(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)) for _ in range(8)]
@@ -132,17 +133,24 @@ def measure(
     stack = _the_stack(model) if stack is None else stack
     with untouched(model), _without_grads(model):
         around = _measure_around(model, batch, stack, loss or mean_square)
-        blocks, last, outputs = measure_blocks(stack, around.streams, around.context, progress)
-        whole = min(_timed(model, batch, loss or mean_square) for _ in range(3))
+        blocks, last, outputs = measure_blocks(stack, around.streams, around.surroundings, progress)
+        whole = min(_timed(model, batch, loss or mean_square) for _ in rounds())
     used = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in outputs}.values())
-    if not around.made:
+    if not around.made and not stack.exact:  # streams that are put on a grid are the stack's own
         blocks[0] = _given(blocks[0])
         last = last if len(blocks) > 1 else {}
     chain = ChainCost(
-        tuple(blocks), used, around.before, around.head_peak, around.head_left, 0.0, stack.memory.anchors, last
-    )
+        tuple(blocks), used, around.before, around.head_peak, 0, 0.0, stack.memory.anchors, last,
+        sum(t.numel() * t.element_size() for t in around.surroundings.leaves()),
+    )  # fmt: skip
     inside = predict(chain, stack.memory.memory).seconds
-    return replace(chain, seconds_outside=max(0.0, whole - inside))
+    cached = sum(chain.mode(i, mode).cached for i, mode in enumerate(stack.memory.memory))  # gone by the backward pass
+    return replace(
+        chain,
+        head_left=max(0, around.head_left + cached),
+        head_backward=max(0, around.head_backward + cached),
+        seconds_outside=max(0.0, whole - inside),
+    )
 
 
 def _given(block: BlockCost) -> BlockCost:
@@ -167,21 +175,14 @@ def measured(model: nn.Module, batch: Any, *, loss: Any = None) -> Prediction:
         _step(model, args, kwargs, loss or mean_square)
         _clear(model)
         seconds = _timed(model, batch, loss or mean_square)
-        with MemoryTracker(ignore=[model, *_tensors((args, kwargs))]) as memory:
+        with MemoryTracker(ignore=[model, *tensors_in((args, kwargs))]) as memory:
             _step(model, args, kwargs, loss or mean_square)
     return Prediction(memory.peak, seconds)
 
 
 def mean_square(output: Any) -> Tensor:
     """A loss for any output: the mean square of its floating-point tensors, summed."""
-    return torch.stack([t.float().square().mean() for t in _tensors(output) if t.is_floating_point()]).sum()
-
-
-def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as the arguments of the model."""
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
+    return torch.stack([t.float().square().mean() for t in tensors_in(output) if t.is_floating_point()]).sum()
 
 
 def _step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> None:
@@ -216,27 +217,37 @@ class _Around:
     """What a run of the whole model shows of what surrounds the stack."""
 
     streams: Streams
-    context: dict[str, Any]
+    surroundings: Surroundings
     before: int  # without the streams
     made: int  # bytes of the streams that the model made, and did not get with its batch
     head_peak: int
-    head_left: int
+    head_left: int  # this and the next in relation to what was alive after the stack, which may be more
+    head_backward: int
 
 
 def _measure_around(model: nn.Module, batch: Any, stack: ReversibleSequence, loss: Any) -> _Around:
     """Run the model once for bytes, with a look when the stack begins, ends, and is entered by the backward pass."""
     args, kwargs = arguments(batch)
     seen: dict[str, Any] = {}
-    tracker = MemoryTracker(ignore=[model, *_tensors((args, kwargs))])
+    tracker = MemoryTracker(ignore=[model, *tensors_in((args, kwargs))])
     with tracker as memory, _observed(stack, memory, seen), memory.phase("outside") as outside:
         seen["phase"] = outside
-        _step(model, args, kwargs, loss)
+        with torch.enable_grad():
+            end = loss(model(*args, **kwargs))
+        seen["head_peak"], outside.peak = outside.peak, memory.live
+        end.backward()
     if "streams" not in seen:
         raise ValueError("The model did not call its ReversibleSequence on this batch, so there is nothing to plan.")
+    if seen["calls"] > 1:
+        raise ValueError(
+            f"The model called its ReversibleSequence {seen['calls']} times in one step, and what it needs is measured "
+            "for one call. Plan each call as a stack of its own, or choose its memory by hand."
+        )
     return _Around(
-        seen["streams"], seen["context"], seen["before"] - seen["made"], seen["made"],
+        seen["streams"], seen["surroundings"], seen["before"] - seen["made"], seen["made"],
         max(0, seen["head_peak"] - seen["after"]),
-        max(0, seen["entered"] - seen["after"]),
+        seen["entered"] - seen["after"],
+        seen["head_backward"] - seen["after"],
     )  # fmt: skip
 
 
@@ -247,13 +258,13 @@ def _observed(stack: ReversibleSequence, memory: MemoryTracker, seen: dict[str, 
     def entered(grad: Tensor) -> None:
         if "entered" not in seen:
             seen["entered"] = memory.live - grad.untyped_storage().nbytes()
-            seen["head_peak"] = seen["phase"].peak
+            seen["head_backward"] = seen["phase"].peak
 
     def observed(plan: Plan, streams: Streams, context: Mapping[str, Any], hidden: set[int]) -> Any:
-        seen.setdefault("streams", tuple(s.detach().requires_grad_(s.requires_grad) for s in streams))
-        seen.setdefault("context", dict(context))
-        seen.setdefault("before", memory.live)
-        seen.setdefault("made", memory.counts(*streams))
+        seen["calls"] = seen.get("calls", 0) + 1
+        seen["streams"] = tuple(s.detach().requires_grad_(s.requires_grad) for s in streams)
+        seen["surroundings"] = Surroundings.of_call(stack.names, streams, context)
+        seen["before"], seen["made"] = memory.live, memory.counts(*streams)
         outputs = original(plan, streams, context, hidden)
         for output in outputs:
             if output.requires_grad:
@@ -262,7 +273,14 @@ def _observed(stack: ReversibleSequence, memory: MemoryTracker, seen: dict[str, 
         seen["phase"].peak = memory.live
         return outputs
 
-    object.__setattr__(stack, "_drive", observed)
+    with driven_by(stack, observed):
+        yield
+
+
+@contextmanager
+def driven_by(stack: ReversibleSequence, drive: Callable[..., Any]) -> Iterator[None]:
+    """Let the calls of a stack run another way."""
+    object.__setattr__(stack, "_drive", drive)
     try:
         yield
     finally:
@@ -279,13 +297,3 @@ def _without_grads(model: nn.Module) -> Iterator[None]:
 def _clear(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad = None
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [t for item in value for t in _tensors(item)]
-    return []

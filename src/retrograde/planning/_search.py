@@ -1,9 +1,10 @@
 """The fastest plan under a budget, by dynamic programming over the blocks.
 
 NOTE [Why the plan is optimal]
- What a choice for the blocks so far means for the rest is their total of held bytes, the mode of the last of them, and
- the time they take. Of two choices with the same last mode, one that holds no less and takes no less time can never be
- part of a better plan (exchange it for the other: no later moment holds more, the time is not longer), and is dropped.
+ What a choice for the blocks so far means for the rest is their total of held bytes, what autocast caches of theirs,
+ the mode of the last of them, and the time they take. Of two choices with the same last mode, one that holds no less,
+ caches no less and takes no less time can never be part of a better plan (exchange it for the other: no later moment
+ holds more, the time is not longer), and is dropped.
  What is left after the last block holds a fastest plan. The number of choices stays small for chains of like blocks;
  where it does not, held bytes are rounded up to 1/4096 of the budget, and the plan is the fastest of those that fit
  under this rounding.
@@ -11,6 +12,8 @@ NOTE [Why the plan is optimal]
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -22,9 +25,11 @@ _MANY = 20_000
 
 
 class _Choice(NamedTuple):
-    """Modes for the first blocks: what they hold (all but the last one's part), the time, and the modes themselves."""
+    """Modes for the first blocks: what they hold and what is cached of them (all but the last one's part), the time,
+    and the modes themselves."""
 
     held: int
+    cached: int
     seconds: float
     memory: tuple[Memory, ...]
 
@@ -59,7 +64,7 @@ def _common(chain: ChainCost) -> set[Memory]:
 
 def _sweep(chain: ChainCost, budget: int, *, grain: int) -> list[_Choice] | None:
     """All choices that may be part of a fastest plan; None if they become too many."""
-    choices = [_Choice(0, chain.seconds_outside, ())]
+    choices = [_Choice(0, 0, chain.seconds_outside, ())]
     for i in range(len(chain.blocks)):
         grown = _extended(chain, i, choices, budget, grain)
         by_mode = {mode: _undominated(c for c in grown if c.memory[-1] == mode) for mode in chain.blocks[i].modes}
@@ -74,30 +79,38 @@ def _extended(chain: ChainCost, i: int, choices: Sequence[_Choice], budget: int,
     grown = []
     for choice in choices:
         for mode in chain.blocks[i].modes:
-            held = choice.held
+            held, cached = choice.held, choice.cached
             if i:
                 held += chain.carried(i - 1, choice.memory[-1], mode)
                 held = -(-held // grain) * grain
-            if all(moment <= budget for moment in chain.moments(i, mode, held)):
+                cached += chain.mode(i - 1, choice.memory[-1]).cached
+            if all(moment <= budget for moment in chain.moments(i, mode, held, cached)):
                 seconds = choice.seconds + chain.mode(i, mode).seconds
-                grown.append(_Choice(held, seconds, (*choice.memory, mode)))
+                grown.append(_Choice(held, cached, seconds, (*choice.memory, mode)))
     return grown
 
 
 def _undominated(choices: Iterable[_Choice]) -> list[_Choice]:
-    """Those for which no other holds as little and takes as little time."""
+    """Those for which no other holds as little, caches as little and takes as little time."""
     kept: list[_Choice] = []
+    stairs: list[tuple[int, float]] = []  # of those that are kept: the least time for what is cached, going down
     for choice in sorted(choices):
-        if not kept or choice.seconds < kept[-1].seconds:
-            kept.append(choice)
+        at = bisect_right(stairs, (choice.cached, math.inf))
+        if at and stairs[at - 1][1] <= choice.seconds:
+            continue
+        kept.append(choice)
+        while at < len(stairs) and stairs[at][1] >= choice.seconds:
+            del stairs[at]
+        stairs.insert(at, (choice.cached, choice.seconds))
     return kept
 
 
 def _lightest(chain: ChainCost, budget: int) -> tuple[Memory, ...] | None:
-    """Any plan within the budget: for each mode of the last block the choice that holds least."""
-    choices = [_Choice(0, 0.0, ())]
+    """Any plan within the budget, whatever its time."""
+    choices = [_Choice(0, 0, 0.0, ())]
     for i in range(len(chain.blocks)):
-        grown = _extended(chain, i, choices, budget, 1)
-        choices = [min(c for c in grown if c.memory[-1] == mode) for mode in {c.memory[-1] for c in grown}]
+        grown = [choice._replace(seconds=0.0) for choice in _extended(chain, i, choices, budget, 1)]
+        modes = {choice.memory[-1] for choice in grown}
+        choices = [c for mode in modes for c in _undominated(c for c in grown if c.memory[-1] == mode)]
     fitting = [c.memory for c in choices if predict(chain, c.memory).peak <= budget]
     return fitting[0] if fitting else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from retrograde._plan import Memory
 from retrograde._sequence import ReversibleSequence
+
+from ._batches import call, tensors_in
 
 STEPS = 2
 """The optimiser makes its state in the first step, so only the second has everything alive at its peak."""
@@ -30,7 +32,7 @@ def main(arguments: Mapping[str, Any]) -> dict[str, Any]:
         set_memory(model, arguments["memory"])
         for _ in range(STEPS):
             optimizer.zero_grad()
-            loss(_call(model, batch)).backward()
+            loss(call(model, batch)).backward()
             optimizer.step()
         device = next(model.parameters()).device
         return {"outcome": "done", "peak": _peak(device), "device": str(device.type)}
@@ -76,29 +78,13 @@ def set_memory(model: nn.Module, memory: Memory) -> None:
 
 def mean_of_outputs(output: Any) -> Tensor:
     """The loss of a factory that gives none: the sum of the means of what the model returns."""
-    means = [tensor.float().mean() for tensor in _tensors(output) if tensor.requires_grad]
+    means = [tensor.float().mean() for tensor in tensors_in(output) if tensor.requires_grad]
     if not means:
         raise TypeError(
             f"The model returned {type(output).__name__}, in which nothing requires grad. Let the factory return a "
             "loss too: (model, batch, loss)."
         )
     return torch.stack(means).sum()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-
-
-def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
 def _load(target: str) -> Callable[..., Any]:
