@@ -19,13 +19,25 @@ FOLDER = Path(__file__).resolve().parent
 def run(notebook: Any, name: str) -> None:
     """Run the code cells in order, and put what each showed into its outputs."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    for number, cell in enumerate(cell for cell in notebook.cells if cell.cell_type == "code"):
+    for number, cell in enumerate(
+        cell for cell in notebook.cells if cell.cell_type == "code"
+    ):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            exec(compile(cell.source, f"{name}, code cell {number + 1}", "exec"), namespace)
+            exec(
+                compile(cell.source, f"{name}, code cell {number + 1}", "exec"),
+                namespace,
+            )
         cell.execution_count = number + 1
-        cell.outputs = [nbformat.v4.new_output("stream", text=printed.getvalue())] if printed.getvalue() else []
-        cell.outputs += [nbformat.v4.new_output("display_data", data={"image/png": png}) for png in _drawn()]
+        cell.outputs = (
+            [nbformat.v4.new_output("stream", text=printed.getvalue())]
+            if printed.getvalue()
+            else []
+        )
+        cell.outputs += [
+            nbformat.v4.new_output("display_data", data={"image/png": png})
+            for png in _drawn()
+        ]
 
 
 def _drawn() -> list[str]:

@@ -17,13 +17,19 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ("benchmarks/results", "reproductions/results")
-_OUTWARD = re.compile(r"!?\[([^\]]*)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
+_OUTWARD = re.compile(r"(!?)\[([^\]]*)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add a page for each notebook and each report, and the pictures of the reports."""
     for notebook in sorted((ROOT / "docs").glob("*.ipynb")):
-        files.append(File.generated(config, f"{notebook.stem}.md", content=page_of(json.loads(notebook.read_text()))))
+        files.append(
+            File.generated(
+                config,
+                f"{notebook.stem}.md",
+                content=page_of(json.loads(notebook.read_text())),
+            )
+        )
     for path in reports():
         uri = f"reports/{path.relative_to(ROOT).as_posix()}"
         files.append(File.generated(config, uri, content=path.read_bytes()))
@@ -31,10 +37,17 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def reports() -> list[Path]:
-    return [path for folder in REPORTS for path in sorted((ROOT / folder).glob("*")) if path.is_file()]
+    return [
+        path
+        for folder in REPORTS
+        for path in sorted((ROOT / folder).glob("*"))
+        if path.is_file()
+    ]
 
 
-def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(
+    markdown: str, *, page: Page, config: MkDocsConfig, files: Files
+) -> str:
     """Turn links out of docs/ to the reports that are in the site; name what is not in it."""
     if page.file.src_uri.startswith("reports/"):
         return markdown
@@ -42,22 +55,35 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def _inward(link: re.Match[str]) -> str:
-    text, target, anchor = link[1], link[2], link[3] or ""
-    if any(target.startswith(f"{folder}/") for folder in REPORTS) and (ROOT / target).is_file():
-        return f"[{text}](reports/{target}{anchor})"
-    return f"`{target}`" if text in (target, f"`{target}`") else f"{text} (`{target}`)"
+    picture, text, target, anchor = link[1], link[2], link[3], link[4] or ""
+    if (
+        any(target.startswith(f"{folder}/") for folder in REPORTS)
+        and (ROOT / target).is_file()
+    ):
+        return f"{picture}[{text}](reports/{target}{anchor})"
+    return (
+        f"`{target}`"
+        if text in (target, f"`{target}`")
+        else f"{text} (`{target}`)"
+    )
 
 
 def page_of(notebook: dict[str, Any]) -> str:
     """A notebook as Markdown: its text, its code, and what the code printed and drew."""
-    return "\n\n".join(part for cell in notebook["cells"] for part in _parts(cell)) + "\n"
+    return (
+        "\n\n".join(part for cell in notebook["cells"] for part in _parts(cell))
+        + "\n"
+    )
 
 
 def _parts(cell: dict[str, Any]) -> list[str]:
     source = "".join(cell["source"])
     if cell["cell_type"] == "markdown":
         return [source]
-    return [f"```python\n{source}\n```", *(_shown(output) for output in cell["outputs"])]
+    return [
+        f"```python\n{source}\n```",
+        *(_shown(output) for output in cell["outputs"]),
+    ]
 
 
 def _shown(output: dict[str, Any]) -> str:

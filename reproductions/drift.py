@@ -169,15 +169,20 @@ def results(found: dict[tuple[str, int], Measured], size: Size) -> str:
 
 
 def draw(found: dict[tuple[str, int], Measured], size: Size) -> Callable[[Any], None]:
+    styles = dict(zip((a.name for a in ARITHMETICS), ("o-C0", "s-C1", "D-C3", "x--C0", "+--C1"), strict=True))
+
     def drawn(axes: Any) -> None:
-        for panel, field, title in zip(axes, ("drift", "gradients"), ("Rebuilt input", "Gradients"), strict=True):
-            for arithmetic in ARITHMETICS:
-                values = [getattr(found[arithmetic.name, depth], field) for depth in size.depths]
-                style = "x--" if arithmetic.exact else "o-"
-                panel.plot(size.depths, values, style, label=arithmetic.name)
+        panels = zip(axes, ("drift", "gradients"), ("Input of the first block, rebuilt", "Gradients"), strict=True)
+        for panel, field, title in panels:
+            for name, style in styles.items():
+                values = [getattr(found[name, depth], field) for depth in size.depths]
+                panel.plot(size.depths, values, style, markersize=7, label=name)
             panel.set_yscale("symlog", linthresh=1e-8)
-            panel.set(xscale="log", xlabel="blocks", ylabel="relative error", title=title, ylim=(-1e-9, None))
-        axes[0].legend(fontsize="small")
+            panel.set(xscale="log", xlabel="blocks", ylabel="relative error", title=title, ylim=(-2e-9, None))
+            panel.set_xticks(size.depths, [str(depth) for depth in size.depths])
+            panel.minorticks_off()
+            panel.grid(alpha=0.3)
+        axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
 
     return drawn
 
@@ -191,8 +196,9 @@ def main() -> None:
         f"Transformer blocks of width {size.width}, length {size.length}, batch {size.batch}; weights as torch makes "
         f"them, seeds {', '.join(map(str, size.seeds))}. The worst of the seeds is given. Errors are relative, the "
         "gradients of all parameters taken as one vector. *Gradients* compares reversed with stored activations; "
-        "*rounding* is how far those of stored activations are from float64, which reversing cannot better. *Same "
-        "bits* is the share of parameters whose gradients are bit-equal to those of stored activations.",
+        "*rounding* is how far those of stored activations are from float64, the grid's rounding included, which "
+        "reversing cannot better. *Same bits* is the share of parameters whose gradients are bit-equal to those of "
+        "stored activations.",
         results(found, size),
     )
     page.draw(draw(found, size), panels=2)

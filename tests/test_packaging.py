@@ -21,7 +21,7 @@ import retrograde as rg
 
 ROOT = Path(__file__).resolve().parent.parent
 SEMANTIC = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)(-[0-9A-Za-z.-]+)?(\+[0-9A-Za-z.-]+)?")
-EXTRAS = {"plot", "cli", "examples", "docs", "dev"}
+EXTRAS = {"plot", "cli", "train", "examples", "docs", "dev"}
 
 needs_hatchling = pytest.mark.skipif(importlib.util.find_spec("hatchling") is None, reason="hatchling is not installed")
 pytestmark = pytest.mark.slow
@@ -130,7 +130,8 @@ def test_the_command_is_installed_and_helps(fresh: Path, tmp_path: Path) -> None
     pytest.importorskip("typer")
     command = fresh / "bin" / "retrograde"
     said = run(command, "--help", cwd=tmp_path)
-    assert all(name in said for name in ("doctor", "plan", "fit"))
+    commands = ("demo", "train", "profile", "doctor", "plan", "fit", "bench", "convert")
+    assert all(name in said for name in commands)
     assert str(fresh) in command.read_text(encoding="utf-8").splitlines()[0]
 
 

@@ -25,7 +25,7 @@ def multimodal(attends: Attends, /, **modalities: Branches) -> Block:
     - "each other": the memory streams of the other modalities, by position after its own, and
       `context_mask`, the mask of the other modality if there is one other, else `<name>_mask` of each.
 
-    Example:
+    Examples:
         >>> import torch, retrograde as rg
         >>> class Cross(torch.nn.Linear):
         ...     def forward(self, x, other): return super().forward(x) + other.mean(1, keepdim=True)

@@ -33,7 +33,7 @@ class Plan:
     An anchor costs the bytes of the streams; a rebuild never walks past one, so that drift
     starts anew there. Plans are plain data: print, compare and edit them, and keep them as JSON.
 
-    Example:
+    Examples:
         >>> import retrograde as rg
         >>> plan = rg.Plan(["store"] * 2 + ["reverse"] * 10, anchors={6})
         >>> print(plan)

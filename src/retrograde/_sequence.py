@@ -53,7 +53,7 @@ class ReversibleSequence(nn.Module):
         layer_drop: the probability with which a block is left out of a call in training, for all
             blocks or one for each. If all would drop, the first is kept. Nothing is rescaled.
 
-    Example:
+    Examples:
         >>> import torch, retrograde as rg
         >>> layers = [(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(4)]
         >>> stack = rg.ReversibleSequence([rg.two_stream(f, g) for f, g in layers])

@@ -40,7 +40,7 @@ def chunked_cross_entropy(
         bias: of the linear head, `(classes,)`.
         ignore_index, label_smoothing, reduction: as in `torch.nn.functional.cross_entropy`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from retrograde.models import chunked_cross_entropy
         >>> hidden, weight = torch.randn(2, 9, 16), torch.randn(1000, 16)
@@ -146,7 +146,7 @@ class ChunkedFeedForward(nn.Module):
         chunks: how many parts; fewer if `dim` is shorter than that.
         dim: the dimension that is cut and put together again.
 
-    Example:
+    Examples:
         >>> import torch, retrograde as rg
         >>> from retrograde.models import ChunkedFeedForward
         >>> wide = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))

@@ -43,7 +43,7 @@ class AxialImageTransformer(nn.Module):
         dropout: on the updates of all branches.
         memory: as in `ReversibleSequence`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from retrograde.models import AxialImageTransformer
         >>> model = AxialImageTransformer(channels=3, outputs=5, size=(8, 12), width=16, depth=2, heads=2)

@@ -34,7 +34,7 @@ class EncoderDecoder(nn.Module):
         loss_chunk: the number of tokens whose logits the loss holds at once.
         memory: as in `ReversibleSequence`, for encoder and decoder.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from retrograde.models import EncoderDecoder
         >>> model = EncoderDecoder(50, 60, width=32, depth=2, heads=4)

@@ -42,7 +42,7 @@ class DeepGraphNetwork(nn.Module):
         dropout: on what a branch reads.
         memory: as in `ReversibleSequence`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from retrograde.models import DeepGraphNetwork
         >>> model = DeepGraphNetwork(features=3, outputs=2, width=16, depth=100, groups=2)

@@ -33,7 +33,7 @@ class ReversibleLM(nn.Module):
         loss_chunk: the number of tokens whose logits the loss holds at once.
         memory, exact: as in `ReversibleSequence`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from retrograde.models import ReversibleLM
         >>> model = ReversibleLM(vocabulary=100, width=32, depth=4, heads=4, kv_heads=2)

@@ -27,7 +27,7 @@ class MomentumResNet(nn.Module):
         memory: as in `ReversibleSequence`; where it is "reverse", transitions are "checkpoint". A list names
             transitions as blocks of their own.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from retrograde.models import MomentumResNet
         >>> model = MomentumResNet(classes=10, widths=(8, 16), depths=(2, 2), gamma=0.9)

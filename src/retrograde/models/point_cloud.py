@@ -59,7 +59,7 @@ class PointCloudTransformer(nn.Module):
         dropout: on the updates of all branches.
         memory: as in `ReversibleSequence`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from retrograde.models import PointCloudTransformer
         >>> model = PointCloudTransformer(features=4, outputs=1, edge_features=2, width=16, depth=2, heads=2)

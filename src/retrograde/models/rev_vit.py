@@ -28,7 +28,7 @@ class RevViT(nn.Module):
         layer_drop: the probability with which a block is left out in training (stochastic depth).
         memory: as in `ReversibleSequence`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from retrograde.models import RevViT
         >>> model = RevViT(classes=10, size=16, patch=4, width=32, depth=3, heads=4)

@@ -25,7 +25,7 @@ class RevNet(nn.Module):
         memory: as in `ReversibleSequence`; where it is "reverse", transitions are "checkpoint". A list names
             transitions as blocks of their own.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from retrograde.models import RevNet
         >>> model = RevNet(classes=10, widths=(8, 16), depths=(2, 2))

@@ -29,7 +29,7 @@ class TwoModalityTransformer(nn.Module):
         dropout: on the updates of all branches.
         memory: as in `ReversibleSequence`, for `2 depth` blocks.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from retrograde.models import TwoModalityTransformer
         >>> model = TwoModalityTransformer({"video": 12, "audio": 5}, width=16, depth=2, heads=2)
