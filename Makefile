@@ -14,10 +14,10 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types pytest docs format bench clean
+.PHONY: help demo test lint types pytest test-versions docs format bench clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(READY)  ## train a 48-block model and draw its memory (minutes; writes demo-output/)
 	$(RUN) -m retrograde.cli demo --output demo-output
@@ -34,6 +34,18 @@ types: $(READY)  ## mypy, strict
 pytest: $(READY)  ## the tests alone; ARGS="-k name" passes arguments on
 	$(RUN) -m pytest $(ARGS)
 
+# The oldest torch that pyproject.toml allows and the newest that was tried, each in an environment of its own.
+# pip's wheels for Linux bring CUDA along, some gigabytes; an index of wheels for the CPU alone spares them. test_fit.py
+# allows processes less memory than torch with CUDA takes to start.
+TORCHES ?= $(shell sed -n 's|^dependencies = .*torch>=\([0-9.]*\).*|\1|p' pyproject.toml).0 2.15.0
+ELSEWHERE := distributed trainers interop convert training models test_docs.py test_readme.py test_packaging.py \
+  test_benchmarks.py test_examples.py test_reproductions.py test_fit.py test_fused_optimizer_processes.py test_cli.py \
+  test_cli_demo.py test_cli_plan.py test_cli_profile.py test_cli_train.py
+
+test-versions: $(TORCHES:%=.venv-torch-%/.ready)  ## the core tests with the oldest and the newest torch; TORCHES="2.12.1" others
+	@for version in $(TORCHES); do echo "torch $$version"; \
+	  PYTHONPATH=src .venv-torch-$$version/bin/python -m pytest tests $(ELSEWHERE:%=--ignore=tests/%) $(ARGS) || exit 1; done
+
 docs: $(READY)  ## the documents as a site in site/ (the tests build it too)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
@@ -48,7 +60,7 @@ bench: $(READY)  ## retrograde beside its peers: time, memory, gradients (a quar
 	$(RUN) benchmarks/run.py $(ARGS)
 
 clean:  ## remove the environment, caches and what the demo wrote
-	rm -rf $(VENV) demo-output memory-profile example-output build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* demo-output memory-profile example-output build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The file is written last, so an interrupted set-up starts again and a finished one is used as it is.
@@ -63,4 +75,14 @@ $(READY): pyproject.toml constraints.txt requirements-interop.txt requirements-h
 	$(RUN) -m pip install --quiet --no-deps --requirement requirements-interop.txt
 	$(RUN) -m pip install --quiet --no-deps --requirement requirements-hub.txt
 	$(RUN) -c 'import torch; v = torch.__version__; assert v.split("+")[0] == "$(TORCH)", f"torch is {v}, not $(TORCH)"'
+	@touch $@
+
+# Kept out of git, and so of ruff, by a file of its own.
+.venv-torch-%/.ready: constraints.txt
+	$(PYTHON) -m venv $(@D) || { $(PYTHON) -m venv --without-pip $(@D) && $(PYTHON) -m pip --python $(@D)/bin/python install pip; }
+	@echo '*' > $(@D)/.gitignore
+	sed /^torch==/d constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet torch==$*
+	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt hypothesis matplotlib numpy pytest pytest-timeout rich typer
+	$(@D)/bin/python -c 'import torch; v = torch.__version__; assert v.split("+")[0] == "$*", f"torch is {v}, not $*"'
 	@touch $@

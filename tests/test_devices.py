@@ -109,13 +109,16 @@ def test_every_kind_of_device_lets_its_generator_be_read_and_set_in_the_way_we_d
     inspect.signature(module.set_rng_state).bind(torch.empty(0), device)
 
 
-def test_a_stack_on_the_meta_device_keeps_shapes_and_draws_nothing() -> None:
+@pytest.mark.parametrize("memory", ["store", "checkpoint", "offload", "reverse"])
+def test_a_stack_on_the_meta_device_keeps_shapes_and_draws_nothing(memory: str) -> None:
     """A device without values, and without a generator: as large models are sized."""
-    stack = make(torch.device("meta"))
+    stack = make(torch.device("meta"), memory=memory)
     before = torch.get_rng_state()
     y = stack(torch.empty(8, 16, device="meta"))
     assert isinstance(y, Tensor)
     assert (y.shape, y.device.type) == ((8, 16), "meta")
+    y.sum().backward()
+    assert {p.grad.device.type for p in stack.parameters() if p.grad is not None} == {"meta"}
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -79,6 +79,21 @@ NESTED = {
 
 
 @every_memory
+@pytest.mark.parametrize("dtype", LOW)
+def test_autocast_to_either_type_is_replayed_and_leaves_the_streams_in_float32(memory: str, dtype: torch.dtype) -> None:
+    def scenario(model: Any) -> Any:
+        x = grid_sample()
+        with torch.autocast("cpu", dtype=dtype):
+            y = model(x)
+        loss_of(y).backward()
+        assert dtypes_in(model) == {(dtype, dtype)}
+        assert y.dtype == torch.float32
+        return y, x.grad
+
+    agree(*twins(Low, memory=memory), scenario, tolerance=0)
+
+
+@every_memory
 @pytest.mark.parametrize("regions", NESTED)
 def test_nested_and_disabled_autocast_regions_are_replayed_as_they_were(memory: str, regions: str) -> None:
     around, inner, outer, expected = NESTED[regions]

@@ -26,6 +26,10 @@ Runner = Plain | CheckpointTape | ReverseTape
 MakeRunner = Callable[..., Runner]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
+WHY_OUTSIDE = (
+    "a reversible stack rebuilds activations when autograd asks for them, which cannot be traced; compile its branches"
+)
+
 
 class FindProbe(Protocol):
     """Says who is to see a block's input again when it is rebuilt, if anybody."""
@@ -44,7 +48,7 @@ def outside_compiled_graphs(method: Method) -> Method:
     @constant_when_traced
     def make_ready() -> None:
         if not disabled:
-            disabled.append(torch.compiler.disable(method))
+            disabled.append(torch.compiler.disable(method, reason=WHY_OUTSIDE))
 
     @functools.wraps(method)
     def inner(*args: Any, **kwargs: Any) -> Any:
@@ -87,7 +91,8 @@ def drive(
     parts = list(segments(plan, running))
     for part in parts:
         here = [blocks[i] for i in part.blocks]
-        runner = (make_runner or runner_for)(part.memory, call, names, here, keeps_last=part is parts[-1])
+        make = runner_for if make_runner is None else make_runner  # no compiler before 2.13 tests a method for truth
+        runner = make(part.memory, call, names, here, keeps_last=part is parts[-1])
         try:
             for i, block in zip(part.blocks, here, strict=True):
                 at = i

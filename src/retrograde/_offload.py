@@ -14,7 +14,7 @@ from ._streams import Streams
 class Offloaded:
     """Tensors kept in the host's memory, copied there and back beside the computation where the device allows it.
 
-    Tensors of the CPU are in the host's memory already: they are kept as they are.
+    Tensors of the CPU are there already, and those of the meta device nowhere: they are kept as they are.
     """
 
     def __init__(self, tensors: Streams) -> None:
@@ -22,7 +22,7 @@ class Offloaded:
         self._here: Kept | None = None
         self._copies: list[Tensor] = []
         self._done: list[Any] = []
-        if all(d.type == "cpu" for d in self._devices):
+        if all(d.type in ("cpu", "meta") for d in self._devices):
             self._here = Kept(tensors)
             return
         for tensor in tensors:
@@ -34,9 +34,10 @@ class Offloaded:
         copy = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", pin_memory=_can_pin(tensor.device)
         )
-        copy.copy_(tensor, non_blocking=True)
         module = torch.get_device_module(tensor.device)
-        if hasattr(module, "Event"):
+        tells = hasattr(module, "Event")  # when the copy is done; else it has to be done now
+        copy.copy_(tensor, non_blocking=tells)
+        if tells:
             event = module.Event()
             event.record()
             self._done.append(event)
@@ -56,4 +57,9 @@ class Offloaded:
 
 
 def _can_pin(device: torch.device) -> bool:
-    return device.type in ("cuda", "xpu")
+    """Whether the host's memory can be pinned for this device, which copies beside the computation need.
+
+    torch pins for its one accelerator. MPS shares the host's memory and has nothing to pin.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device.type != "mps"

@@ -314,9 +314,10 @@ def check_untouched(expected: Streams, given: Streams, where: str) -> None:
         if now is before:
             continue
         if now.dtype != before.dtype:
+            option = "output_dtype=None" if where.startswith("after") else "cast_forward_inputs=False"
             raise StepError(
                 f"Stream {i} was turned from {before.dtype} into {now.dtype} {where}, which no inverse can undo. Under "
-                "FSDP2 use MixedPrecisionPolicy(cast_forward_inputs=False) for blocks; branches may cast as they like."
+                f"FSDP2 use MixedPrecisionPolicy({option}) for blocks; branches may cast as they like."
             )
         if now.shape != before.shape or now.data_ptr() != before.data_ptr():
             raise StepError(

@@ -23,6 +23,7 @@ register_pytree_node = _pytree.register_pytree_node
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
+
 def is_exporting() -> bool:
     """Whether torch.export is at work: the flag that `torch.compiler.is_exporting` reads.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from compiling import QUIET, WIDTH, Graphs, Mlp, assert_close, gradients
-from torch import Tensor
+from torch import Tensor, nn
 
 import retrograde as rg
 
@@ -22,6 +24,27 @@ def test_changing_lengths_compile_a_branch_twice_and_replays_compile_nothing() -
     for length in (4, 6, 9, 5, 12):
         x = torch.randn(2, length, WIDTH, requires_grad=True)  # as the later streams do
         assert_close(gradients(stack, x, leaves), gradients(eager, x, leaves), 1e-5)  # type: ignore[arg-type]
+    assert graphs.count == 2
+
+
+@pytest.mark.parametrize("way", ["torch.compile(branch)", "branch.compile()"])
+def test_branches_of_one_class_share_two_graphs_at_any_depth_and_length(way: str) -> None:
+    """Weights are inputs of a graph. One for each branch would pass the compiler's limit, and the rest run eagerly."""
+    graphs, branches = Graphs(), [Mlp() for _ in range(24)]
+    eager = rg.ReversibleSequence([rg.two_stream(f, g) for f, g in zip(branches[::2], branches[1::2], strict=True)])
+    leaves = list(eager.parameters())
+    inputs = [torch.randn(2, length, WIDTH, requires_grad=True) for length in (4, 6, 9, 5)]
+    wanted = [gradients(eager, x, leaves) for x in inputs]  # type: ignore[arg-type]
+    if way == "branch.compile()":
+        for branch in branches:
+            branch.compile(backend=graphs)
+        stack = eager
+    else:
+        compiled = [torch.compile(branch, backend=graphs) for branch in branches]
+        pairs = zip(compiled[::2], compiled[1::2], strict=True)
+        stack = rg.ReversibleSequence([rg.two_stream(f, g) for f, g in pairs])
+    for x, expected in zip(inputs, wanted, strict=True):
+        assert_close(gradients(stack, x, leaves), expected, 1e-4)  # type: ignore[arg-type]
     assert graphs.count == 2
 
 
@@ -53,3 +76,37 @@ def test_a_graph_of_compiled_branches_may_be_kept_and_walked_twice() -> None:
     once = torch.autograd.grad(y.square().sum(), leaves, retain_graph=True)
     again = torch.autograd.grad(y.square().sum(), leaves)
     assert_close(list(again), list(once), 1e-4)
+
+
+class Pointwise(nn.Module):
+    """Many operations on each element, which a compiler makes one loop of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.randn(64)), nn.Parameter(torch.randn(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * self.scale + self.shift
+        for _ in range(3):
+            h = h * torch.sigmoid(1.702 * h) + 0.5 * h * h / (1 + h * h)
+        return h
+
+
+@pytest.mark.slow
+def test_compiled_branches_with_much_to_fuse_take_less_time_than_eager_ones() -> None:
+    """A third of it, where this was written. `benchmarks/compiled.py` has attention and feed-forward branches."""
+    branch = Pointwise()
+    compiled = torch.compile(branch)
+    x = torch.randn(512, 64, requires_grad=True)
+
+    def seconds(stack: rg.ReversibleSequence) -> float:
+        start = time.perf_counter()
+        y = stack(x)
+        assert isinstance(y, Tensor)
+        y.sum().backward()
+        return time.perf_counter() - start
+
+    stacks = [rg.ReversibleSequence([rg.two_stream(f, f) for _ in range(3)]) for f in (branch, compiled)]
+    rounds = [[seconds(stack) for stack in stacks] for _ in range(12)]
+    eager, fused = (min(took) for took in zip(*rounds[2:], strict=True))  # the first ones compile
+    assert fused < 0.75 * eager

@@ -22,6 +22,7 @@ def train(model: Any, folder: Path, *, steps: int, resume: bool = False, **optio
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = DataLoader(Counting(), batch_size=8)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.init_trackers("run")
     losses: list[float] = []
     batches = list(loader)  # before the generators are set: making it draws
     if resume:
@@ -35,10 +36,32 @@ def train(model: Any, folder: Path, *, steps: int, resume: bool = False, **optio
             optimizer.step()
             optimizer.zero_grad()
         losses.append(float(loss.detach()))
+        accelerator.log({"loss": losses[-1]}, step=step)
         if step == 3 and not resume:
             accelerator.save_state(str(folder))
+    accelerator.end_training()
     accelerator.free_memory()
     return losses
+
+
+class Notebook(accelerate.tracking.GeneralTracker):  # type: ignore[misc,name-defined]  # as its users write one
+    """A tracker that writes down what it is told."""
+
+    name, requires_logging_directory = "notebook", False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pages: list[tuple[int, float]] = []
+
+    @property
+    def tracker(self) -> list[tuple[int, float]]:
+        return self.pages
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None: ...
+
+    def log(self, values: dict[str, float], step: int | None, **options: Any) -> None:
+        assert step is not None
+        self.pages.append((step, values["loss"]))
 
 
 @pytest.fixture(params=["converted", "reversible"], name="make")
@@ -65,9 +88,11 @@ def test_rebuilt_and_stored_activations_train_the_same_parameters(make: Any, pre
     assert losses[-1] < losses[0] - 0.3
 
 
-def test_a_saved_state_goes_on_to_the_same_parameters(make: Any, tmp_path: Path) -> None:
+def test_a_saved_state_goes_on_to_the_same_parameters_and_logs(make: Any, tmp_path: Path) -> None:
     whole, resumed = make(), make()
     torch.manual_seed(1)
     losses = train(whole, tmp_path, steps=8)
-    assert train(resumed, tmp_path, steps=8, resume=True) == losses[4:]
+    notebook = Notebook()
+    assert train(resumed, tmp_path, steps=8, resume=True, log_with=notebook) == losses[4:]
     assert_same(state(resumed), state(whole))
+    assert notebook.pages == list(enumerate(losses))[4:]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from trainer_models import Counting, Reversible, assert_same, converted_gpt2, state
 
-from retrograde.convert import add_switches
+from retrograde.conversion import add_switches
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,13 @@ def fit(model: nn.Module, folder: Path, *, steps: int, resume: str | None = None
     return trainer
 
 
+def logged_losses(folder: Path) -> list[float]:
+    """What Lightning's logger wrote to its table."""
+    (table,) = folder.rglob("metrics.csv")
+    with table.open() as lines:
+        return [float(row["loss"]) for row in csv.DictReader(lines)]
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_the_trainer_trains_the_same_parameters_in_every_memory_mode(make: Any, precision: Any, tmp_path: Path) -> None:
     ends, losses = [], []
@@ -70,7 +78,9 @@ def test_the_trainer_trains_the_same_parameters_in_every_memory_mode(make: Any, 
         losses.append(float(trainer.callback_metrics["loss"]))
     assert_same(ends[1], ends[0])
     assert losses[0] == losses[1] < 2.3
-    assert list((tmp_path / "reverse").rglob("metrics.csv"))
+    logged = logged_losses(tmp_path / "reverse")
+    assert len(logged) == 24
+    assert logged[-1] == pytest.approx(losses[1])
 
 
 def test_a_run_of_the_trainer_is_resumed_to_the_same_parameters(make: Any, tmp_path: Path) -> None:
@@ -83,9 +93,10 @@ def test_a_run_of_the_trainer_is_resumed_to_the_same_parameters(make: Any, tmp_p
     assert_same(state(resumed), state(whole))
 
 
-def test_fabric_trains_and_resumes_to_the_same_parameters(make: Any, tmp_path: Path) -> None:
-    def run(model: nn.Module, steps: range, *, resume: bool = False) -> None:
-        fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+def test_fabric_trains_logs_and_resumes_to_the_same_parameters(make: Any, tmp_path: Path) -> None:
+    def run(model: nn.Module, steps: range, logs: Path, *, resume: bool = False) -> list[float]:
+        logger = lightning.fabric.loggers.CSVLogger(logs)
+        fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed", loggers=logger)
         fabric.launch()
         model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
         batches = list(fabric.setup_dataloaders(DataLoader(Counting(), batch_size=8)))
@@ -94,14 +105,19 @@ def test_fabric_trains_and_resumes_to_the_same_parameters(make: Any, tmp_path: P
             torch.set_rng_state(kept["rng"])
         model.train()
         for step in steps:
-            fabric.backward(model(**batches[step % len(batches)])["loss"])
+            loss = model(**batches[step % len(batches)])["loss"]
+            fabric.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
+            fabric.log("loss", loss, step=step)
             if step == 3 and not resume:
                 state = {"model": model, "optimizer": optimizer, "rng": torch.get_rng_state()}
                 fabric.save(tmp_path / "half", state)
+        logger.finalize("success")
+        return logged_losses(logs)
 
     whole, resumed = make(), make()
-    run(whole, range(8))
-    run(resumed, range(4, 8), resume=True)
+    losses = run(whole, range(8), tmp_path / "whole")
+    assert len(losses) == 8
+    assert run(resumed, range(4, 8), tmp_path / "resumed", resume=True) == losses[4:]
     assert_same(state(resumed), state(whole))

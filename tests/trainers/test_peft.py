@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from trainer_models import Counting, assert_same, converted_gpt2, state
 
-from retrograde.convert import convert
+from retrograde import convert
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

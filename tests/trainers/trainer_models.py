@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from retrograde.convert import Conversion, convert
+from retrograde.conversion import Conversion, convert
 from retrograde.models import ReversibleLM
 
 

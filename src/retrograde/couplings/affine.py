@@ -40,7 +40,8 @@ class Affine(Coupling):
                 f"returned {describe(update)}, but an affine coupling takes (log_scale, shift) "
                 f"or one tensor twice as wide along dim {self.dim}"
             )
-        return next((c for part in self._halves(update) if (c := same_shape(target, part))), None)
+        complaints = [same_shape(target, part) for part in self._halves(update)]
+        return next(filter(None, complaints), None)
 
     def _halves(self, update: Any) -> tuple[Tensor, Tensor]:
         log_scale, shift = update.chunk(2, self.dim) if isinstance(update, Tensor) else update
