@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ._branch import TakesArgument
+from ._partial import Policy
 from ._step import Step, StepError, StreamName
 from ._streams import Streams
 from .couplings import Replace, Scaled, SupportsCoupling
@@ -186,6 +187,7 @@ def two_stream(
     takes: TakesArgument | Mapping[str, TakesArgument] = None,
     aux: Literal["f", "g"] | Sequence[Literal["f", "g"]] = (),
     compute: torch.dtype | None = None,
+    keeps: Policy = "attention",
 ) -> Block:
     """The block of RevNet and Reformer: `0 += f(1)`, then `1 += g(0)`.
 
@@ -195,6 +197,7 @@ def two_stream(
             to say it for each of them. By default what their signatures name.
         aux: which of the two return `(update, auxiliary loss)`, as in `aux="f"` or `aux=("f", "g")`.
         compute: the dtype that the branches compute in, if it is another than the streams'.
+        keeps: what a partial replay keeps of both branches, as in `Step`.
     """
     each = isinstance(takes, Mapping) and set(takes) <= {"f", "g"}
     by_branch: Mapping[str, Any] = cast("Mapping[str, Any]", takes) if each else {"f": takes, "g": takes}
@@ -210,6 +213,7 @@ def two_stream(
                 takes=by_branch.get(name),
                 aux=_aux(name in aux),
                 compute=compute,
+                keeps=keeps,
             )
             for branch, name, target, source in ((f, "f", 0, 1), (g, "g", 1, 0))
         )

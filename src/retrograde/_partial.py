@@ -1,15 +1,20 @@
 """Partial replay: what is dear to compute and cheap to hold is kept, the rest of a branch runs again.
 
-Attention over long sequences costs time that grows with their square, and its result is as large as a stream.
+Attention over long sequences costs time that grows with their square, and its result is as large as a stream. Matrix
+products are most of the rest of a transformer's time, and their results most of its activations.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+Policy = Literal["attention", "products"] | Sequence[Any] | Callable[..., Any]
+"""What a partial replay keeps of a branch: a name, operators (`torch.ops.aten.mm.default`), or a policy of torch's."""
 
 _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -19,10 +24,26 @@ _ATTENTION = (
     "_scaled_dot_product_fused_attention_overrideable",
     "_scaled_dot_product_attention_math",
 )
+_Operator = type(torch.ops.aten.mm.default)
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution")
+_NAMES = {"attention": _ATTENTION, "products": _ATTENTION + _PRODUCTS}
 
 
-def attention_kept() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts for a branch's first run, which keeps the results of attention, and for its replay, which takes them."""
-    operators = [getattr(torch.ops.aten, name).default for name in _ATTENTION if hasattr(torch.ops.aten, name)]
-    keeping, taking = create_selective_checkpoint_contexts(operators)
+def check_keeps(keeps: Policy) -> Policy:
+    """What was given, if it says what to keep."""
+    if callable(keeps) or (isinstance(keeps, str) and keeps in _NAMES):
+        return keeps
+    if isinstance(keeps, (list, tuple)) and all(isinstance(operator, _Operator) for operator in keeps):
+        return tuple(keeps)
+    raise ValueError(
+        f"keeps={keeps!r} is not known; give {', '.join(map(repr, _NAMES))}, a list of operators "
+        "(torch.ops.aten.mm.default), or a policy as torch.utils.checkpoint takes it."
+    )
+
+
+def kept(keeps: Policy) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts for a branch's first run, which keeps results, and for its replay, which takes them."""
+    if isinstance(keeps, str):
+        keeps = [getattr(torch.ops.aten, name).default for name in _NAMES[keeps] if hasattr(torch.ops.aten, name)]
+    keeping, taking = create_selective_checkpoint_contexts(keeps if callable(keeps) else list(keeps))
     return keeping, taking

@@ -14,7 +14,7 @@ Memory = Literal["reverse", "partial", "checkpoint", "offload", "store"]
 """How a block's activations come to the backward pass.
 
 - "reverse": rebuilt from what comes after the block, by inverting it.
-- "partial": the same, with the results of attention kept.
+- "partial": the same, with the results of attention kept, or what each step `keeps`.
 - "checkpoint": the block is run again from its input, which is kept.
 - "offload": the same, and the input waits in the host's memory.
 - "store": kept.

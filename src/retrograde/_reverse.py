@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ._block import Block, replaced
+from ._partial import Policy
 from ._record import Call, Capture, Kept, Record, leaf, rerun
 from ._streams import Streams
 from ._tape import Contexts, Losses, Tape, check_untouched
@@ -22,7 +23,7 @@ class Probe(Protocol):
 
 
 class ReverseTape(Tape):
-    """Keeps the streams after its steps, and walks back by inverting them.
+    """Policy the streams after its steps, and walks back by inverting them.
 
     Args:
         partial: makes the contexts of a partial replay: one for the first run of a branch, one for its replay.
@@ -34,7 +35,7 @@ class ReverseTape(Tape):
     _position: int = -1  # the streams in _state are those before the step of this number
     _probes: dict[int, Probe] | None = None
 
-    def __init__(self, call: Call, steps: int, *, partial: Callable[[], Contexts] | None = None) -> None:
+    def __init__(self, call: Call, steps: int, *, partial: Callable[[Policy], Contexts] | None = None) -> None:
         super().__init__(call, steps)
         self._partial = partial
 

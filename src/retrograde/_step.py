@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ._branch import TakesArgument, find_takes, name_of
+from ._partial import Policy, check_keeps
 from ._torch_private import versions
 from .couplings import Additive, OutOfRangeError, SupportsCoupling
 
@@ -47,6 +48,8 @@ class Step(nn.Module):
             of a stream; their shape is checked before anything runs.
         aux: "loss" for a branch that returns `(update, auxiliary loss)`.
         compute: the dtype that the branch computes in, if it is another than the streams': its sources are cast to it.
+        keeps: what a partial replay (memory="partial") keeps of the branch: the results of "attention", or those of
+            "products", matrix products, too; or a list of operators or a policy, as torch's selective checkpoint takes.
         name: what to call this step in messages; the branch's class by default.
     """
 
@@ -63,6 +66,7 @@ class Step(nn.Module):
         masks: Mapping[str, StreamName] | None = None,
         aux: Literal["none", "loss"] = "none",
         compute: torch.dtype | None = None,
+        keeps: Policy = "attention",
         name: str | None = None,
     ) -> None:
         super().__init__()
@@ -78,6 +82,7 @@ class Step(nn.Module):
         self.reads = reads
         self.aux = aux
         self.compute = compute
+        self.keeps = check_keeps(keeps)
         self.takes = find_takes(branch, takes, 1 if reads == "sum" else len(self.sources))
         self.name = name or name_of(branch)
         self.masks = dict(masks or {})

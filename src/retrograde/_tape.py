@@ -37,6 +37,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ._block import Block, Wire, advance, replaced
 from ._decide import Decisions, begin, end
 from ._habits import Known
+from ._partial import Policy
 from ._record import NOTHING, Call, Capture, Enough, Kept, Record, Stayed, leaf, packer, rerun, unedited
 from ._replay import TakingTurns
 from ._step import Step, StepError, StreamName
@@ -88,7 +89,7 @@ class Tape:
         steps: how many steps to record; a further one keeps its graph (rule 5).
     """
 
-    _partial: Callable[[], Contexts] | None = None
+    _partial: Callable[[Policy], Contexts] | None = None
 
     def __init__(self, call: Call, steps: int) -> None:
         self.call = call
@@ -168,7 +169,7 @@ class Tape:
             if self._partial is None:
                 update, aux = step.update(sources, kwargs)
             else:
-                keeping, record.taking = self._partial()
+                keeping, record.taking = self._partial(step.keeps)
                 with keeping:
                     update, aux = step.update(sources, kwargs)
             can_replay = record.end(ambient, learned)

@@ -58,3 +58,15 @@ def test_a_compiled_model_without_gradients_is_one_graph(mode: type) -> None:
     with mode():
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-6)
     assert graphs.count == 1
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_exact_stack_without_gradients_is_one_graph_that_still_checks_its_range(mode: type) -> None:
+    model = Model([rg.two_stream(Mlp(), Mlp()) for _ in range(3)], exact=True).eval()
+    graphs, x = Graphs(), torch.randn(4, WIDTH)
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
+    with mode():
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-6)
+        assert graphs.count == 1
+        with pytest.raises(RuntimeError, match="left the range of its grid"):
+            compiled(torch.full((4, WIDTH), 1e9))

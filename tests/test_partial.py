@@ -1,0 +1,122 @@
+"""Partial replay: what a step keeps is not computed again, and gradients do not know of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
+
+import retrograde as rg
+from retrograde.diagnose import MemoryTracker
+from stacks import Plain, agree, loss_of, sample
+
+ATEN = torch.ops.aten
+ATTENTION = ATEN._scaled_dot_product_flash_attention_for_cpu.default
+PRODUCTS = (ATEN.mm.default, ATEN.addmm.default)
+DEPTH = 3
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(8, 24).double(), nn.Linear(8, 8).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        return self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+
+class Mlp(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 16).double(), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 8).double())
+
+
+class Counting(TorchDispatchMode):
+    """How often each operator ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[Any, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func] = self.counts.get(func, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+    def of(self, *operators: Any) -> int:
+        return sum(self.counts.get(operator, 0) for operator in operators)
+
+
+def only_mm(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+KEEPS: dict[str, Any] = {"attention": "attention", "products": "products", "operators": PRODUCTS, "policy": only_mm}
+
+
+def pairs() -> list[tuple[nn.Module, nn.Module]]:
+    torch.manual_seed(0)
+    return [(Attention(), Mlp()) for _ in range(DEPTH)]
+
+
+def stack_of(keeps: Any, memory: str = "partial") -> rg.ReversibleSequence:
+    return rg.ReversibleSequence([rg.two_stream(f, g, keeps=keeps) for f, g in pairs()], memory=memory)
+
+
+@pytest.mark.parametrize("keeps", KEEPS)
+def test_gradients_are_those_of_plain_autograd_with_dropout_too(keeps: str) -> None:
+    def scenario(model: Any) -> list[Tensor]:
+        seen = []
+        for step in range(3):
+            x = sample(2, 5, 8, seed=step)
+            y = model(x)
+            loss_of(y).backward()
+            seen += [y, x.grad]
+        return seen
+
+    agree(stack_of(KEEPS[keeps]), Plain(pairs()), scenario)
+
+
+def replayed(keeps: Any, memory: str = "partial") -> Counting:
+    """What ran in the backward pass."""
+    stack = stack_of(keeps, memory)
+    loss = loss_of(stack(sample(2, 5, 8)))
+    with Counting() as counting:
+        loss.backward()
+    return counting
+
+
+def test_what_is_kept_does_not_run_again() -> None:
+    reverse, store = replayed("attention", "reverse"), replayed("attention", "store")
+    attention, products = replayed("attention"), replayed("products")
+    again = DEPTH  # the last step, an Mlp, keeps its graph: every attention runs again
+    assert store.of(ATTENTION) == 0
+    assert reverse.of(ATTENTION) == again
+    assert attention.of(ATTENTION) == products.of(ATTENTION) == 0
+    assert attention.of(*PRODUCTS) == reverse.of(*PRODUCTS) > store.of(*PRODUCTS)
+    assert products.of(*PRODUCTS) == store.of(*PRODUCTS)
+    assert replayed(PRODUCTS).of(ATTENTION) == again
+
+
+def test_what_is_kept_costs_its_bytes_until_the_backward_pass() -> None:
+    held = {}
+    for keeps, memory in (("attention", "reverse"), ("attention", "partial"), ("products", "partial")):
+        stack, x = stack_of(keeps, memory), sample(2, 5, 8)
+        stack(x).sum().backward()
+        with MemoryTracker() as tracker:
+            y = stack(x)
+            held[keeps, memory] = tracker.live
+        del y
+    first, second, third = held.values()
+    assert first < second < third
+
+
+@pytest.mark.parametrize("keeps", ["everything", 3.5, [torch.mm]])
+def test_what_says_nothing_about_what_to_keep_is_refused(keeps: Any) -> None:
+    with pytest.raises(ValueError, match=r"keeps=.* is not known"):
+        rg.Step(nn.Linear(4, 4), 0, (1,), keeps=keeps)
