@@ -61,6 +61,12 @@ def compiled_reverse(network: Network) -> Run:
     return rg.ReversibleSequence(blocks, dim=network.dim)
 
 
+def single_graph(network: Network) -> Run:
+    """The reversible backward pass written into the compiled graph."""
+    blocks = [rg.two_stream(f, g) for f, g in network.pairs]
+    return torch.compile(rg.ReversibleSequence(blocks, dim=network.dim, compiled="single graph"), fullgraph=True)
+
+
 def checkpoint_of_compiled_blocks(network: Network) -> Run:
     from torch.utils.checkpoint import checkpoint
 
@@ -85,4 +91,5 @@ COMPILED_CONTENDERS = (
     Contender("compiled, budget 0.0", "torch", whole(0.0), note="activation_memory_budget"),
     Contender("checkpoint of compiled blocks", "torch", checkpoint_of_compiled_blocks),
     Contender("retrograde, compiled branches", "retrograde", compiled_reverse),
+    Contender("retrograde, single graph", "retrograde", single_graph, note='compiled="single graph"'),
 )

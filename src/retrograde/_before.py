@@ -75,7 +75,7 @@ def reached(parts: Iterable[nn.Module], devices: Iterable[torch.device]) -> tupl
                 loose.append(value)
                 if isinstance(value, nn.Module):
                     modules |= dict.fromkeys(value.modules())
-    own = randomness.owned([*randomness.held_by(modules), *loose])
+    own = randomness.owned([*randomness.held_in(map(vars, modules)), *loose])
     every = [*randomness.everyday(list(dict.fromkeys(devices))), *randomness.rare(), *own]
     return list(modules), list({id(generator): generator for generator in every}.values())
 

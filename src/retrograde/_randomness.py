@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class DeviceRandom:
@@ -102,27 +102,18 @@ def is_generator(value: Any) -> bool:
     return False
 
 
-def held_by(modules: Iterable[nn.Module]) -> list[Any]:
-    """Generators and plain tensors that modules hold as attributes, or in lists.
-
-    torch's own layers hold none, and are passed over.
-    """
+def held_in(attributes: Iterable[dict[str, Any]]) -> list[Any]:
+    """Generators and plain tensors among the attributes of modules, or in lists there."""
     found: list[Any] = []
-    for module in modules:
-        kind = type(module)
-        if kind in _TORCH_LAYERS:
-            continue
-        if kind.__module__.startswith("torch.nn."):
-            _TORCH_LAYERS.add(kind)
-        elif not _OTHER_TYPES.issuperset(map(type, vars(module).values())):
-            for value in vars(module).values():
+    for values in attributes:
+        if not _OTHER_TYPES.issuperset(map(type, values.values())):
+            for value in values.values():
                 several = value if isinstance(value, (list, tuple)) else (value,)
                 found.extend(v for v in several if isinstance(v, Tensor) or is_generator(v))
     return found
 
 
 _OTHER_TYPES: set[type] = set()
-_TORCH_LAYERS: set[type] = set()
 
 
 def _is_generator_type(kind: type) -> bool:

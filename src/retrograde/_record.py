@@ -14,7 +14,7 @@ from torch import Tensor
 from ._block import Block, Wire
 from ._decide import Decisions, begin, end
 from ._habits import Known
-from ._randomness import held_by
+from ._randomness import held_in
 from ._replay import Ambient, Replay, Replaying, edited_in_place
 from ._step import StreamName
 from ._streams import Streams
@@ -85,12 +85,14 @@ def leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
 class Call:
     """What the tapes of one call share: its streams' names, its context and its ambient state."""
 
-    __slots__ = ("_kept", "_leaves", "_spec", "_tensors", "ambient", "has_context", "names")
+    __slots__ = ("_kept", "_leaves", "_spec", "_tensors", "ambient", "names")
 
     def __init__(self, names: tuple[StreamName, ...], streams: Streams, context: Mapping[str, Any]) -> None:
         self.names = names
-        self.has_context = bool(context)
-        leaves, self._spec = tree_flatten(dict(context))
+        self._spec: Any = None
+        leaves: list[Any] = []
+        if context:
+            leaves, self._spec = tree_flatten(dict(context))
         self._tensors = [i for i, value in enumerate(leaves) if isinstance(value, Tensor)]
         kept = tuple(leaves[i] for i in self._tensors)
         self._leaves = [None if isinstance(value, Tensor) else value for value in leaves]
@@ -100,6 +102,8 @@ class Call:
 
     def context(self) -> Mapping[str, Any]:
         """The context as the first run had it, without its producer's graph."""
+        if self._spec is None:
+            return {}
         leaves = list(self._leaves)
         if self._kept is not None:
             for i, tensor in zip(self._tensors, self._kept.tensors(), strict=True):
@@ -134,7 +138,7 @@ class Form:
             and streams[wire.target].stride() == self.stride
             and list(map(needs_grad, streams)) == self.requires
             and replay.survey.holds()
-            and not held_by(replay.survey.modules)
+            and not held_in(replay.survey.attributes)
         )
 
 
@@ -164,10 +168,13 @@ class Record:
         if form.is_steady:
             if ambient.stands() and versions(replay.survey.tensors) == self.weights:
                 return True
-            replay = self.replay = Replay(replay.branch, self.wire.step.coupling, known)  # for the first time, it did
+            known.form = None  # it drew or edited for the first time; others may have the form, which stays as it is
+            self.replay = Replay(replay.branch, self.wire.step.coupling, known)
+            return self.replay.end(ambient, form.habits, self.weights)
         can_replay = replay.end(ambient, form.habits, self.weights)
         form.is_steady = can_replay and not form.habits.draws_rare and replay.is_steady()
-        known.form = form if form.is_steady and known.remembers(replay.survey) else None
+        if form.is_steady and known.remembers(replay.survey):
+            known.form = form
         return can_replay
 
     def note_saved(self, tensors: list[Tensor], versions: list[int], known: Known) -> None:
@@ -177,9 +184,11 @@ class Record:
 
     def start(self, streams: Streams) -> list[Tensor]:
         """The streams to replay the step on: detached, its sources requiring grad where they did before."""
-        found = list(streams)
+        found, requires = list(streams), self.form.requires
         for i in self.wire.sources:
-            found[i] = leaf(found[i], self.form.requires[i])
+            stream = found[i] = found[i].detach()
+            if requires[i]:
+                stream.requires_grad_()
         return found
 
 
@@ -197,13 +206,10 @@ class Stayed:
 Pack = Callable[[Tensor], int]
 
 
-def packer(tensors: list[Tensor], versions: list[int], *, detached: bool = False) -> Pack:
+def packer(tensors: list[Tensor], versions: list[int]) -> Pack:
     """A hook that keeps what autograd saves in `tensors`, and hands autograd a number, counted on from those it finds.
 
     It runs for every saved tensor: it looks up nothing, and numbers do not concern the garbage collector.
-
-    Args:
-        detached: keep tensors without their graph.
     """
     keep, note, number = tensors.append, versions.append, itertools.count(len(tensors)).__next__
 
@@ -212,12 +218,19 @@ def packer(tensors: list[Tensor], versions: list[int], *, detached: bool = False
         note(tensor._version)
         return number()
 
-    def pack_detached(tensor: Tensor) -> int:
+    return pack
+
+
+def detaching_packer(tensors: list[Tensor], versions: list[int]) -> Pack:
+    """The same, for tensors without their graph."""
+    keep, note, number = tensors.append, versions.append, itertools.count(len(tensors)).__next__
+
+    def pack(tensor: Tensor) -> int:
         keep(tensor if tensor.is_leaf else tensor.detach())
         note(tensor._version)
         return number()
 
-    return pack_detached if detached else pack
+    return pack
 
 
 def unedited(tensor: Tensor, expected: int) -> Tensor:
@@ -255,18 +268,20 @@ class Capture:
 
     def __enter__(self) -> None:
         """Collect what autograd saves, from here on. Detached: its graph would keep the replay's streams alive."""
-        pack = packer(self.tensors, self.versions, detached=True)
+        pack = detaching_packer(self.tensors, self.versions)
+        push_hooks(pack if self.stops_at < 0 else self._stopping(pack), self._unpack)
 
+    def __exit__(self, *error: object) -> None:
+        pop_hooks()
+
+    def _stopping(self, pack: Pack) -> Pack:
         def pack_or_stop(tensor: Tensor) -> int:
             handle = pack(tensor)
             if handle + 1 == self.stops_at:
                 raise Enough
             return handle
 
-        push_hooks(pack if self.stops_at < 0 else pack_or_stop, self._unpack)
-
-    def __exit__(self, *error: object) -> None:
-        pop_hooks()
+        return pack_or_stop
 
     def _unpack(self, position: int) -> Tensor:
         return unedited(self.tensors[position], self.versions[position])
@@ -307,7 +322,7 @@ def rerun(record: Record, streams: Sequence[Tensor], call: Call, capture: Captur
     ambient = call.ambient
     with Replaying():
         if ambient.holds_now() and is_called_plainly(record.block):
-            _rerun_branch(record, streams, call.context() if call.has_context else {}, capture, then)
+            _rerun_branch(record, streams, call.context(), capture, then)
             return
         with ambient.again(), outside_function_transforms():
             _rerun_block(record, streams, call, capture, then)

@@ -81,10 +81,9 @@ class Ambient:
 
     def stands(self) -> bool:
         """Whether torch's generators are as they were last seen."""
-        for generator, before in zip(self.generators, self.states, strict=True):
-            if randomness.read(generator) != before:
-                return False
-        return True
+        if len(self.states) == 1:
+            return bool(randomness.read(self.generators[0]) == self.states[0])
+        return self.read() == self.states
 
     def look_for_unseen(self) -> None:
         """Note in `drew_unseen` if Python's or NumPy's generator moved since it was last looked at."""
@@ -128,11 +127,11 @@ class Replay:
         roots: list[nn.Module] = [coupling] if isinstance(coupling, nn.Module) else []
         if isinstance(branch, nn.Module):
             survey = known.survey([branch, *roots])
-            loose = randomness.held_by(survey.modules)
+            loose = randomness.held_in(survey.attributes)
         else:
             reach = list(reachable(branch))
             survey = Survey([v for v in reach if isinstance(v, nn.Module)] + roots)
-            loose = randomness.held_by(survey.modules) + reach
+            loose = randomness.held_in(survey.attributes) + reach
         self._owned: Sequence[Any] = ()
         self.loose: Sequence[tuple[Tensor, int]] = ()
         if loose:

@@ -93,7 +93,9 @@ class ReverseTape(Tape):
         index = self._position - 1
         record = self.records[index]
         target, coupling = record.wire.target, record.wire.step.coupling
-        state = record.block.restore_order(self._state) if record.wire.ends_block else self._state
+        state = self._state
+        if record.wire.ends_block and record.block.order is not None:
+            state = record.block.restore_order(state)
         if record.stayed is not None:
             self._state, self._position = replaced(state, target, record.stayed.before), index
             return

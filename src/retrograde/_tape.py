@@ -158,7 +158,7 @@ class Tape:
         step, target, pending, ambient = wire.step, streams[wire.target], self._pending, self.call.ambient
         if pending:
             self._settle()
-        learned = known(step)
+        learned = step.known or known(step)
         record = Record(block, wire, streams, learned)
         begin(self._decisions)
         try:
@@ -183,7 +183,8 @@ class Tape:
             if step.forgets or not record.form.habits.verified:
                 self._verify(record, target, update)
         finally:
-            record.replay.leave()
+            if not record.form.is_steady:  # a steady one takes no lock
+                record.replay.leave()
             end()
             first = self._next
             self._next = first + len(pending)

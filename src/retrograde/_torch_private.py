@@ -122,8 +122,8 @@ class Survey:
     only if `holds` finds that something has changed.
     """
 
-    __slots__ = ("_flagged", "_names", "_sizes", "_slots", "_things", "_whole", "buffers", "held", "modules", "places",
-                 "requires", "tensors", "training")  # fmt: skip
+    __slots__ = ("_flagged", "_names", "_sizes", "_slots", "_things", "_whole", "attributes", "buffers", "held",
+                 "modules", "places", "requires", "tensors", "training")  # fmt: skip
 
     def __init__(self, roots: list[nn.Module]) -> None:
         modules = self.modules = roots
@@ -160,6 +160,7 @@ class Survey:
         self.buffers = buffers
         self.training = training
         self._flagged = [m for m in modules if "training" not in m.__dict__]  # a property of what torch.compile makes
+        self.attributes = [vars(m) for m in modules if not type(m).__module__.startswith("torch.nn.")]
         self.requires = list(map(needs_grad, tensors))
         self._whole = [thing for _, _, thing in seen if isinstance(thing, dict)]
         self._sizes = list(map(len, self._whole))
