@@ -88,6 +88,7 @@ def drive(
     outputs = Outputs(streams, names)
     aux, states = outputs.aux_by_block, outputs.hidden
     grid, before = OnGrid([blocks[i] for i in running], names), -1
+    is_marked = bool(plan.anchors) or find_probe is not None or not grid.is_idle
     parts = list(segments(plan, running))
     for part in parts:
         here = [blocks[i] for i in part.blocks]
@@ -96,13 +97,12 @@ def drive(
         try:
             for i, block in zip(part.blocks, here, strict=True):
                 at = i
-                streams = grid.before(block, streams)
-                if isinstance(runner, ReverseTape):
-                    runner.watch(None if find_probe is None else find_probe(i, streams))
-                    if _anchored(plan, before, i):
-                        runner.anchor(streams)
+                if is_marked:
+                    streams = grid.before(block, streams)
+                    _mark(runner, plan, before, i, streams, find_probe)
                 streams, losses = runner.run(block, streams, context)
-                grid.after(block)
+                if is_marked:
+                    grid.after(block)
                 before = i
                 if losses:
                     aux[i] = losses
@@ -118,9 +118,12 @@ def drive(
     return outputs.after(streams)
 
 
-def _anchored(plan: Plan, before: int, block: int) -> bool:
-    """Whether the streams are kept between a block and the one that ran before it."""
-    return bool(plan.anchors) and any(before < a <= block for a in plan.anchors)
+def _mark(runner: Runner, plan: Plan, before: int, block: int, streams: Streams, find_probe: FindProbe | None) -> None:
+    """Tell a tape what is asked of the streams before a block: whether they are kept, and who sees them rebuilt."""
+    if isinstance(runner, ReverseTape):
+        runner.watch(None if find_probe is None else find_probe(block, streams))
+        if any(before < a <= block for a in plan.anchors):
+            runner.anchor(streams)
 
 
 def runner_for(

@@ -97,8 +97,9 @@ class OnGrid:
         self._blocks = list(blocks)
         self._names = names
         self._done = 0
-        self._loose = set(range(len(names))) if any(block.exact for block in blocks) else set()
-        self._idle = not self._loose
+        exact = [wire.step.exact for block in blocks for wire in block.wires(names)]
+        self._loose = set(range(len(names))) if any(exact) else set()
+        self.is_idle = not self._loose
 
     def before(self, block: Block, streams: Streams) -> Streams:
         """The streams as the next block needs them: on the grid of the step that will update them next."""
@@ -116,7 +117,7 @@ class OnGrid:
     def after(self, block: Block) -> None:
         """Note which streams a block took off the grid."""
         self._done += 1
-        if not self._idle:
+        if not self.is_idle:
             self._loose |= {wire.target for wire in block.wires(self._names) if not wire.step.exact}
             if block.order is not None:
                 self._loose = {block.order.index(i) for i in self._loose}

@@ -130,7 +130,7 @@ def segments(plan: Plan, running: Sequence[int]) -> Iterator[Segment]:
     for position, i in enumerate(running):
         mode = plan.memory[i]
         before = running[position - 1] if position else i
-        anchored = any(before < a <= i for a in plan.anchors)
+        anchored = bool(plan.anchors) and any(before < a <= i for a in plan.anchors)
         cut = anchored or mode in ("checkpoint", "offload") or mode != plan.memory[before]
         tapes += bool(position) and cut
         keys.append(tapes)
