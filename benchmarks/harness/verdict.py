@@ -21,12 +21,12 @@ CAUSES = {
     "tiny": "The fixed cost of a block shows: retrograde lets autograd save each tensor through hooks in Python, where "
     "a backward written by hand inside one custom function saves nothing, and looks in each step whether modules, "
     "generators, weights and saved tensors are what the replay will need. What that buys is in the README: second "
-    "derivatives, `autograd.grad`, hooks, losses on hidden states, and errors in the place of wrong gradients. `compiled="
-    '"single graph"`, among the compiled ones, has no such cost.',
+    "derivatives, `autograd.grad`, hooks, losses on hidden states, and errors in the place of wrong gradients. "
+    '`compiled="single graph"`, among the compiled ones, has no such cost.',
     "multiply": "Branches that only multiply leave nothing but the fixed cost of a block: the hooks in Python for each "
     "saved tensor, and the record of what a replay must see again.",
-    "compiled": "A compiler that may keep a part of the activations computes less again than one that keeps the streams "
-    "alone, as the single graph does. Branches that are compiled one by one pay for their guards in each call.",
+    "compiled": "A compiler that may keep a part of the activations computes less again than one that keeps the "
+    "streams alone, as the single graph does. Branches that are compiled one by one pay for their guards in each call.",
     "float32": "Adding and then subtracting rounds, so that rebuilt activations drift; what is stored, or rebuilt "
     'forward from a checkpoint, does not. `memory="checkpoint"` and anchors are the remedies.',
 }
