@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import retrograde as rg
@@ -276,3 +276,19 @@ def test_outputs_survive_pickling_with_their_names() -> None:
     assert isinstance(back, rg.Outputs)
     assert back.names == ("a", "b")
     all_close(list(back.named().values()), list(outputs.named().values()))
+
+
+@pytest.mark.parametrize("memory", ["checkpoint", "reverse"])
+def test_a_stack_that_was_trained_is_freed_without_the_garbage_collector(memory: str) -> None:
+    """What is learned of a step is kept with it, and keeps no reference back to it."""
+    stack = rg.ReversibleSequence([rg.two_stream(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)], memory=memory)
+    for _ in range(3):
+        stack(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    alive = [weakref.ref(module) for module in stack.modules()]
+    gc.collect()
+    gc.disable()
+    try:
+        del stack
+        assert not [ref() for ref in alive if ref() is not None]
+    finally:
+        gc.enable()

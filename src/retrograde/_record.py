@@ -113,26 +113,27 @@ class Call:
 
 
 class Form:
-    """How a step was found before its first run: what later calls share with this one while it still `holds`."""
+    """How a step was found before its first run: what later calls share with this one while it still `holds`.
 
-    __slots__ = ("_block", "_coupling", "habits", "is_steady", "replay", "requires", "stride", "wire")
+    The step keeps it, so it does not keep the step: a model is freed when the last reference to it goes.
+    """
 
-    def __init__(self, block: Block, wire: Wire, streams: Streams, known: Known) -> None:
-        self._block = block
+    __slots__ = ("_coupling", "_target", "habits", "is_steady", "replay", "requires", "stride")
+
+    def __init__(self, wire: Wire, streams: Streams, known: Known) -> None:
         self._coupling = wire.step.coupling
-        self.wire = wire
+        self._target = wire.target
         self.requires = known.same("streams", list(map(needs_grad, streams)))
         self.stride = streams[wire.target].stride()
         self.replay = Replay(wire.step.branch, wire.step.coupling, known)
         self.habits = known.habits(self.replay.survey.training)
         self.is_steady = False  # until a first run has shown that it leaves nothing behind
 
-    def holds(self, block: Block, wire: Wire, streams: Streams) -> bool:
+    def holds(self, wire: Wire, streams: Streams) -> bool:
         """Whether the step would be found like this again."""
         step, replay = wire.step, self.replay
         return (
-            self.wire is wire
-            and self._block is block
+            self._target == wire.target
             and self._coupling is step.coupling
             and step._modules.get("branch") is replay.branch
             and streams[wire.target].stride() == self.stride
@@ -153,8 +154,8 @@ class Record:
 
     def __init__(self, block: Block, wire: Wire, streams: Streams, known: Known) -> None:
         form: Form | None = known.form
-        if form is None or not form.holds(block, wire, streams):
-            form = Form(block, wire, streams, known)
+        if form is None or not form.holds(wire, streams):
+            form = Form(wire, streams, known)
         self.block = block
         self.wire = wire
         self.form = form
