@@ -67,7 +67,7 @@ def ways(result: Any) -> dict[str, dict[str, Any]]:
 def test_each_way_is_measured_and_shown_with_a_picture(bench: Run, tmp_path: Path) -> None:
     result = bench("benched.py:make", "--threads", "1", "--plot", "p.png")
     assert result.exit_code == 0, result.output
-    assert "benched.py:make: cpu, 1 threads, 3 rounds" in result.stdout
+    assert "benched.py:make: cpu, 1 thread, 3 rounds" in result.stdout
     figures = r"x\d+\.\d\d +\d+\.\d\d–\d+\.\d\d +\d+\.\d +[\d.]+ [KM]iB +\d+%"
     for name in MODES:
         assert re.search(rf"^ {name} +{figures} *$", result.stdout, re.MULTILINE)

@@ -39,15 +39,16 @@ class Picture:
             from matplotlib.figure import Figure
         except ModuleNotFoundError:
             raise ModuleNotFoundError("A picture needs matplotlib: pip install 'retrograde[plot]'.") from None
-        figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+        figure = Figure(figsize=(7.5, 5.4), layout="constrained")
         ax = figure.subplots()
         for row in self.rows:
             peak = row.peak / 2**20
             spread = [[max(0.0, row.ratio - row.low)], [max(0.0, row.high - row.ratio)]]
-            ax.errorbar(peak, row.ratio, yerr=spread, fmt="o", ms=7, capsize=4)
-            ax.annotate(row.name, (peak, row.ratio), xytext=(8, 5), textcoords="offset points", fontsize=9)
+            label = f"{row.name}: {show_size(row.peak)}, x{row.ratio:.2f}"
+            ax.errorbar(peak, row.ratio, yerr=spread, fmt="o", ms=7, capsize=4, label=label)
         ax.set(title=self.title, xlabel="peak of one training step, MiB", ylabel="time, ratio to storing everything")
-        ax.set_xlim(0, 1.2 * max(row.peak for row in self.rows) / 2**20)  # room for the last name
-        ax.margins(y=0.15)
+        ax.margins(x=0.06, y=0.15)
+        ax.set_xlim(left=0)
         ax.grid(alpha=0.25)
+        figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
         figure.savefig(path, dpi=140)

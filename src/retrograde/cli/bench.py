@@ -72,7 +72,7 @@ def bench(
     except (BudgetError, ValueError) as error:
         fail(f"Cannot measure: {error}", FAULT)
     machine = {"torch": torch.__version__, "threads": number, "device": _device(found), "rounds": rounds}
-    title = f"{found.name}: {machine['device']}, {number} threads, {rounds} rounds"
+    title = f"{found.name}: {machine['device']}, {number} thread{'s' * (number > 1)}, {rounds} rounds"
     if as_json:
         print(json.dumps({"model": found.name, **machine, "ways": [asdict(row) for row in rows], "left_out": refused}))
     else:
