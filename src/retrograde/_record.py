@@ -21,6 +21,7 @@ from ._streams import Streams
 from ._torch_private import (
     is_called_plainly,
     needs_grad,
+    never_compiled,
     outside_function_transforms,
     pop_hooks,
     push_hooks,
@@ -207,6 +208,7 @@ class Stayed:
 Pack = Callable[[Tensor], int]
 
 
+@never_compiled
 def packer(tensors: list[Tensor], versions: list[int]) -> Pack:
     """A hook that keeps what autograd saves in `tensors`, and hands autograd a number, counted on from those it finds.
 
@@ -222,6 +224,7 @@ def packer(tensors: list[Tensor], versions: list[int]) -> Pack:
     return pack
 
 
+@never_compiled
 def detaching_packer(tensors: list[Tensor], versions: list[int]) -> Pack:
     """The same, for tensors without their graph."""
     keep, note, number = tensors.append, versions.append, itertools.count(len(tensors)).__next__

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter, getitem, is_
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -205,6 +206,21 @@ def constant_when_traced(method: Method) -> Method:
     """
     method._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return method
+
+
+def never_compiled(factory: Method) -> Method:
+    """Have the compiler leave the functions alone that a factory makes.
+
+    A hook of ours that runs inside a compiled region would be compiled itself, anew for every tensor. What
+    `torch.compiler.disable` does, without loading the compiler, or a wrapper in every call.
+    """
+    frames: Any = getattr(torch._C._dynamo, "eval_frame", None)
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+        for constant in factory.__code__.co_consts:
+            if isinstance(constant, CodeType):
+                frames.set_code_exec_strategy(constant, skip)
+    return factory
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
