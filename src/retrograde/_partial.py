@@ -46,4 +46,6 @@ def kept(keeps: Policy) -> tuple[AbstractContextManager[Any], AbstractContextMan
     if isinstance(keeps, str):
         keeps = [getattr(torch.ops.aten, name).default for name in _NAMES[keeps] if hasattr(torch.ops.aten, name)]
     keeping, taking = create_selective_checkpoint_contexts(keeps if callable(keeps) else list(keeps))
+    if hasattr(keeping, "respect_saved_tensors_hooks"):  # torch 2.15 asks; what is kept is not the tape's to rebuild
+        keeping.respect_saved_tensors_hooks = False
     return keeping, taking
