@@ -81,7 +81,8 @@ def _scatter(comparison: Comparison) -> Any:
         at = (comparison.in_pairs(name), middle)
         axes[0].errorbar([at[0]], [at[1]], yerr=spread, linestyle="none", capsize=2, **style)
         if name in _named(comparison):
-            axes[0].annotate(name, at, (6, -11), textcoords="offset points", fontsize=8, color=style["color"])
+            offset = (0, -24) if name == REVERSE else (6, -11)  # one below the other where points are neighbours
+            axes[0].annotate(name, at, offset, textcoords="offset points", fontsize=8, color=style["color"])
     axes[0].set(
         xscale="log",
         xlabel="peak, in pairs of streams",
