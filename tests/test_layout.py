@@ -39,6 +39,7 @@ RANKS = {
     "_reverse": 6,
     "_offload": 5,
     "_partial": 0,
+    "_packing": 0,
     "_plan": 6,
     "_drive": 7,
     "_drift": 8,

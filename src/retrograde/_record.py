@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
@@ -14,6 +13,7 @@ from torch import Tensor
 from ._block import Block, Wire
 from ._decide import Decisions, begin, end
 from ._habits import Known
+from ._packing import Pack, detaching_packer
 from ._randomness import held_in
 from ._replay import Ambient, Replay, Replaying, edited_in_place
 from ._step import StreamName
@@ -21,7 +21,6 @@ from ._streams import Streams
 from ._torch_private import (
     is_called_plainly,
     needs_grad,
-    never_compiled,
     outside_function_transforms,
     pop_hooks,
     push_hooks,
@@ -203,38 +202,6 @@ class Stayed:
         self.tensors = [t.detach() for t in tensors]
         self.before = before.detach()
         self.after = after.detach()
-
-
-Pack = Callable[[Tensor], int]
-
-
-@never_compiled
-def packer(tensors: list[Tensor], versions: list[int]) -> Pack:
-    """A hook that keeps what autograd saves in `tensors`, and hands autograd a number, counted on from those it finds.
-
-    It runs for every saved tensor: it looks up nothing, and numbers do not concern the garbage collector.
-    """
-    keep, note, number = tensors.append, versions.append, itertools.count(len(tensors)).__next__
-
-    def pack(tensor: Tensor) -> int:
-        keep(tensor)
-        note(tensor._version)
-        return number()
-
-    return pack
-
-
-@never_compiled
-def detaching_packer(tensors: list[Tensor], versions: list[int]) -> Pack:
-    """The same, for tensors without their graph."""
-    keep, note, number = tensors.append, versions.append, itertools.count(len(tensors)).__next__
-
-    def pack(tensor: Tensor) -> int:
-        keep(tensor if tensor.is_leaf else tensor.detach())
-        note(tensor._version)
-        return number()
-
-    return pack
 
 
 def unedited(tensor: Tensor, expected: int) -> Tensor:

@@ -37,8 +37,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from ._block import Block, Wire, advance, replaced
 from ._decide import Decisions, begin, end
 from ._habits import Known
+from ._packing import packer
 from ._partial import Policy
-from ._record import NOTHING, Call, Capture, Enough, Kept, Record, Stayed, leaf, packer, rerun, unedited
+from ._record import NOTHING, Call, Capture, Enough, Kept, Record, Stayed, leaf, rerun, unedited
 from ._replay import TakingTurns
 from ._step import Step, StepError, StreamName
 from ._streams import Streams
