@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from retrograde._before import Before
 from retrograde._guard import relative_error
 from retrograde._plan import Memory
 from retrograde._randomness import everyday, read, write
@@ -154,8 +155,7 @@ def _left_as_found(model: nn.Module) -> Iterator[None]:
     """Leave gradients, buffers, generators and training flags as they were."""
     flags = [(module, module.training) for module in model.modules()]
     gradients = [(p, p.grad) for p in model.parameters()]
-    buffers = [(b, b.clone()) for b in model.buffers()]
-    generators = [(g, read(g)) for g in everyday([p.device for p in model.parameters()])]
+    before = Before([model], [p.device for p in model.parameters()])
     try:
         yield
     finally:
@@ -163,11 +163,7 @@ def _left_as_found(model: nn.Module) -> Iterator[None]:
             module.training = flag
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        for generator, state in generators:
-            write(generator, state)
+        before.restore()
 
 
 def _main(output: Any) -> list[Tensor]:
