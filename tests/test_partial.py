@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy
 
 import retrograde as rg
@@ -114,6 +115,78 @@ def test_what_is_kept_costs_its_bytes_until_the_backward_pass() -> None:
         del y
     first, second, third = held.values()
     assert first < second < third
+
+
+class Looking:
+    """Sees which branches run under a context that keeps results."""
+
+    def __init__(self, stack: rg.ReversibleSequence) -> None:
+        self.runs: list[bool] = []
+        for step in stack.blocks[0].each_step():
+            step.branch.register_forward_pre_hook(lambda *_: self.runs.append(_is_kept()))
+
+    def of(self, stack: rg.ReversibleSequence, x: Tensor) -> list[bool]:
+        self.runs.clear()
+        loss_of(stack(x)).backward()
+        return self.runs.copy()
+
+
+def _is_kept() -> bool:
+    return any(type(mode).__name__.startswith("_Cach") for mode in _get_current_dispatch_mode_stack())
+
+
+def test_a_branch_that_has_nothing_to_keep_is_looked_at_once() -> None:
+    """Under torch's contexts every operator is seen by Python, which costs small branches half their time again."""
+    stack, x = stack_of("attention"), sample(2, 5, 8)
+    looking = Looking(stack)
+    assert looking.of(stack, x) == [True, True, False, True]  # forward: attention, Mlp; backward: Mlp, attention
+    assert looking.of(stack, x) == [True, False, False, True]
+    stack.blocks[0].steps[1].keeps = "products"
+    assert looking.of(stack, x) == [True, True, True, True]
+    assert looking.of(stack, x) == [True, True, True, True]
+
+
+def test_what_has_changed_is_looked_at_again() -> None:
+    stack, x = stack_of("attention"), sample(2, 5, 8)
+    looking = Looking(stack)
+    looking.of(stack, x)
+    assert looking.of(stack, sample(2, 6, 8)) == [True, True, False, True], "other shapes may run other operators"
+    assert looking.of(stack, x) == [True, False, False, True], "these did not"
+    mixing = stack.blocks[0].steps[1]
+    mixing.branch.append(Attention())
+    assert looking.of(stack, x) == [True, True, True, True], "the branch has attention now"
+    with Counting() as counting:
+        looking.of(stack, x)
+    assert counting.of(ATTENTION) == DEPTH + 1
+
+
+def test_a_policy_of_ones_own_is_asked_every_time() -> None:
+    calls: list[Any] = []
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        calls.append(op)
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    stack, x = stack_of(policy), sample(2, 5, 8)
+    loss_of(stack(x)).backward()
+    once = len(calls)
+    loss_of(stack(x)).backward()
+    assert len(calls) == 2 * once > 0
+
+
+def test_what_is_kept_is_freed_without_the_garbage_collector() -> None:
+    stack, x = stack_of("products"), sample(2, 5, 8)
+    loss_of(stack(x)).backward()
+    gc.collect()
+    gc.disable()
+    try:
+        with MemoryTracker() as tracker:
+            y = stack(x)
+            assert tracker.live > 2 * y.nbytes
+            del y
+            assert tracker.live == 0
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("keeps", ["everything", 3.5, [torch.mm]])

@@ -95,6 +95,40 @@ def test_a_deep_chain_of_unlike_blocks_is_planned_in_reasonable_time() -> None:
     assert predict(chain, found).peak <= 2 * smallest(chain)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_times_add_up_to_those_of_whole_steps(seed: int) -> None:
+    chain = random_chain(depth=1 + seed % 7, seed=seed, like=True)
+    steps: dict[Any, float] = {mode: 10.0 + i for i, mode in enumerate(chain.uniform())}
+    found = chain.with_steps(steps)
+    for mode, memory in chain.uniform().items():
+        assert predict(found, memory).seconds == pytest.approx(steps[mode], rel=1e-12)
+        assert predict(found, memory).peak == predict(chain, memory).peak
+    half = ["store"] * (len(chain.blocks) // 2) + ["checkpoint"] * (len(chain.blocks) - len(chain.blocks) // 2)
+    assert steps["store"] <= predict(found, half).seconds <= steps["checkpoint"]
+
+
+def test_what_no_whole_step_was_timed_for_keeps_the_times_of_its_blocks() -> None:
+    chain = random_chain(depth=4, seed=3, like=True)
+    found = chain.with_steps({"checkpoint": 100.0})
+    assert found.seconds_outside > 0
+    blocks = zip(found.blocks, chain.blocks, strict=True)
+    assert all(a.modes["store"].seconds == b.modes["store"].seconds for a, b in blocks)
+    assert chain.with_steps({}).blocks == chain.blocks
+
+
+def test_a_uniform_plan_has_the_nearest_mode_where_a_block_lacks_one() -> None:
+    cost = ModeCost(1.0, 0, 0, 0, 0, 0)
+    modes: list[list[Any]] = [["store", "checkpoint"], ["store", "checkpoint", "reverse"]]
+    modes.append(["store", "checkpoint", "reverse", "partial"])
+    chain = ChainCost(tuple(BlockCost(0, 0, dict.fromkeys(names, cost)) for names in modes), 0)
+    assert chain.uniform() == {
+        "store": ("store", "store", "store"),
+        "checkpoint": ("checkpoint", "checkpoint", "checkpoint"),
+        "reverse": ("checkpoint", "reverse", "reverse"),
+        "partial": ("checkpoint", "reverse", "partial"),
+    }
+
+
 class Branch(nn.Sequential):
     def __init__(self, width: int, factor: int) -> None:
         super().__init__(

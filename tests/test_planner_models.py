@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import retrograde as rg
-from retrograde.planning import ChainCost, _measure, compare, measure, measured, plan, predict
+from retrograde.planning import ChainCost, Comparison, _measure, _room, compare, measure, measured, plan, predict
 
 WIDTH, ROWS, DEPTH = 32, 256, 6
 Made = tuple[nn.Module, rg.ReversibleSequence, Tensor]
@@ -189,6 +191,85 @@ def test_a_plan_is_compared_with_every_way_to_do_without_one(name: str) -> None:
     assert peaks["reverse"] < peaks["checkpoint √n"] < peaks["store"]
     assert {row.name: row.ratio for row in found.rows}["store"] == 1
     assert stack.memory == PLANS["reverse"], "the stack is left with the memory it had"
+
+
+def test_what_there_is_no_room_for_is_predicted_and_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A process that is out of memory is killed, and those who plan are those whose model does not fit."""
+    model, stack, batch = alone(stack_of(), rows=4096)
+    chain = measure(model, batch)
+    reverse, store = (predict(chain, [mode] * DEPTH).peak for mode in ("reverse", "store"))
+    monkeypatch.setattr(_room, "free_bytes", lambda device: (reverse + store) // 2)
+    ran: set[tuple[str, ...]] = set()
+    with stack.register_forward_pre_hook(lambda *_: ran.add(stack.memory.memory)):
+        planned = plan(model, batch, (reverse + store) // 3)
+        found = compare(model, batch, planned, stack=stack)
+    assert planned.plan.memory in ran
+    assert ("store",) * DEPTH not in ran
+    rows = {row.name: row for row in found.rows}
+    assert (rows["store"].peak, rows["store"].ratio, rows["store"].predicted_ratio) == (None, None, 1.0)
+    assert rows["store"].predicted_peak == pytest.approx(store, rel=0.01)
+    assert rows["reverse"].peak == pytest.approx(reverse, rel=0.05)
+    assert (rows["reverse"].ratio or 0) > 0
+    assert "no room" in next(line for line in found.table().splitlines() if line.startswith("store"))
+    assert found.plot(tmp_path / "curve.png").stat().st_size > 10_000
+
+
+def test_a_machine_that_changed_its_speed_is_told_of() -> None:
+    model, stack, batch = alone(stack_of())
+    planned = plan(model, batch, "1GiB")
+    steady = Comparison((), (), slowdown=1.05)
+    assert "changed" not in steady.table()
+    assert "changed its speed: storing everything took x1.88" in replace(steady, slowdown=1.88).table()
+    assert "x0.50" in replace(steady, slowdown=0.5).table()
+    before = replace(planned, chain=planned.chain.with_steps(dict.fromkeys(planned.chain.uniform(), 1e-9)))
+    assert compare(model, batch, before, stack=stack).slowdown > 1000
+
+
+def test_a_model_that_gives_its_stack_a_memory_in_the_call_is_refused() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stack = stack_of()
+
+        def forward(self, x: Tensor) -> Any:
+            return self.stack(x, memory="checkpoint")
+
+    with pytest.raises(ValueError, match=r"a memory of its own in the call .* would not be followed"):
+        plan(Fixed(), torch.randn(ROWS, WIDTH), "1GiB")
+
+
+MEMINFO = "MemTotal: 900 kB\nMemFree: 1 kB\nMemAvailable: 100 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({"proc/meminfo": MEMINFO}, 102_400),
+        ({"proc/meminfo": "MemTotal: 900 kB\n"}, sys.maxsize),
+        ({}, sys.maxsize),
+        ({"proc/meminfo": MEMINFO, "sys/fs/cgroup/memory.max": "max", "sys/fs/cgroup/memory.current": "9"}, 102_400),
+        ({"proc/meminfo": MEMINFO, "sys/fs/cgroup/memory.max": "60", "sys/fs/cgroup/memory.current": "9"}, 51),
+        (
+            {
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "500",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "100",
+            },
+            400,
+        ),
+    ],
+    ids=["machine", "an old kernel", "not Linux", "container without a limit", "container", "container of old"],
+)
+def test_free_bytes_are_what_machine_and_container_leave(tmp_path: Path, files: dict[str, str], free: int) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert _room.free_bytes(torch.device("cpu"), tmp_path) == free
+
+
+def test_this_machine_has_room_for_a_little_and_not_for_everything() -> None:
+    assert _room.has_room(nn.Linear(2, 2), 1000)
+    assert not _room.has_room(nn.Linear(2, 2), 2**60)
+    assert _room.has_room(nn.Linear(2, 2, device="meta"), 1000)
 
 
 @pytest.mark.parametrize("memory", ["offload", "partial"])

@@ -13,7 +13,6 @@ from ._block import Block
 from ._exactness import OnGrid
 from ._offload import Offloaded
 from ._outputs import Outputs
-from ._partial import kept
 from ._plan import INVERTING, Memory, Plan, segments
 from ._record import Call, Kept
 from ._reverse import Probe, ReverseTape
@@ -138,7 +137,7 @@ def runner_for(
         return Plain(call, names)
     steps = sum(len(block.steps) for block in blocks) - keeps_last
     if memory in INVERTING:
-        return ReverseTape(call, steps, partial=kept if memory == "partial" else None)
+        return ReverseTape(call, steps, partial=memory == "partial")
     return CheckpointTape(call, steps, keep=Offloaded if memory == "offload" else Kept)
 
 

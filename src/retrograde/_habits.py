@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
@@ -15,7 +15,7 @@ Value = TypeVar("Value")
 class Habits:
     """What was learned of a branch in one training mode; it saves work and never decides a result."""
 
-    __slots__ = ("draws", "draws_rare", "edits", "repeats", "steady", "verified")
+    __slots__ = ("draws", "draws_rare", "edits", "kept_nothing", "repeats", "steady", "verified")
 
     def __init__(self) -> None:
         self.draws = True
@@ -24,6 +24,7 @@ class Habits:
         self.steady: set[tuple[int, str]] = set()
         self.repeats = False  # a replay that ran to its end saved what the first run did
         self.verified = False  # the coupling's inverse was checked
+        self.kept_nothing: set[Hashable] = set()  # of what a partial replay was to keep, and did not find
 
 
 class Known:
@@ -59,6 +60,8 @@ class Known:
         survey = self._survey
         if survey is None or survey.modules[0] is not roots[0] or not survey.holds():
             survey = Survey(roots)
+            for habits in self._habits.values():
+                habits.kept_nothing.clear()
             lasting = all(
                 isinstance(t, nn.Parameter) for t in survey.tensors
             )  # others are a caller's, and not ours to hold

@@ -7,11 +7,10 @@ products are most of the rest of a transformer's time, and their results most of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 Policy = Literal["attention", "products"] | Sequence[Any] | Callable[..., Any]
 """What a partial replay keeps of a branch: a name, operators (`torch.ops.aten.mm.default`), or a policy of torch's."""
@@ -41,11 +40,35 @@ def check_keeps(keeps: Policy) -> Policy:
     )
 
 
-def kept(keeps: Policy) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+class Keeping:
     """Contexts for a branch's first run, which keeps results, and for its replay, which takes them."""
+
+    __slots__ = ("_runs", "first", "replay")
+
+    def __init__(self, keeps: Policy) -> None:
+        self._runs: list[Any] | None = None  # of the operators that are kept
+        if not callable(keeps):
+            self._runs = []
+            keeps = _noting(keeps, self._runs)
+        self.first, self.replay = create_selective_checkpoint_contexts(keeps)
+        if hasattr(self.first, "respect_saved_tensors_hooks"):  # torch 2.15 asks; what is kept is not rebuilt
+            self.first.respect_saved_tensors_hooks = False
+
+    def found_nothing(self) -> bool:
+        """Whether none of the operators ran. Of a user's policy nothing is known: it may decide anew each time."""
+        return self._runs == []
+
+
+def _noting(keeps: str | Sequence[Any], runs: list[Any]) -> Callable[..., CheckpointPolicy]:
+    """A policy that keeps the results of some operators, and notes that they ran."""
     if isinstance(keeps, str):
         keeps = [getattr(torch.ops.aten, name).default for name in _NAMES[keeps] if hasattr(torch.ops.aten, name)]
-    keeping, taking = create_selective_checkpoint_contexts(keeps if callable(keeps) else list(keeps))
-    if hasattr(keeping, "respect_saved_tensors_hooks"):  # torch 2.15 asks; what is kept is not the tape's to rebuild
-        keeping.respect_saved_tensors_hooks = False
-    return keeping, taking
+    operators = frozenset(keeps)
+
+    def policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operator not in operators:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        runs.append(operator)
+        return CheckpointPolicy.MUST_SAVE
+
+    return policy

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ._block import Block, replaced
-from ._partial import Policy
 from ._record import Call, Capture, Kept, Record, leaf, rerun
 from ._streams import Streams
-from ._tape import Contexts, Losses, Tape, check_untouched
+from ._tape import Losses, Tape, check_untouched
 from ._torch_private import has_forward_hooks, keeps_graph, set_grad_enabled
 
 
@@ -23,10 +22,10 @@ class Probe(Protocol):
 
 
 class ReverseTape(Tape):
-    """Policy the streams after its steps, and walks back by inverting them.
+    """Keeps the streams after its steps, and walks back by inverting them.
 
     Args:
-        partial: makes the contexts of a partial replay: one for the first run of a branch, one for its replay.
+        partial: whether each branch keeps some of its results for its replay.
     """
 
     _end: Kept | None = None
@@ -35,7 +34,7 @@ class ReverseTape(Tape):
     _position: int = -1  # the streams in _state are those before the step of this number
     _probes: dict[int, Probe] | None = None
 
-    def __init__(self, call: Call, steps: int, *, partial: Callable[[Policy], Contexts] | None = None) -> None:
+    def __init__(self, call: Call, steps: int, *, partial: bool = False) -> None:
         super().__init__(call, steps)
         self._partial = partial
 

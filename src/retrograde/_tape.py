@@ -28,7 +28,6 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -38,15 +37,13 @@ from ._block import Block, Wire, advance, replaced
 from ._decide import Decisions, begin, end
 from ._habits import Known
 from ._packing import packer
-from ._partial import Policy
+from ._partial import Keeping
 from ._record import NOTHING, Call, Capture, Enough, Kept, Record, Stayed, leaf, rerun, unedited
 from ._replay import TakingTurns
 from ._step import Step, StepError, StreamName
 from ._streams import Streams
 
 Losses = tuple[Tensor, ...]
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""Of a partial replay: the context of a branch's first run, and that of its replay."""
 
 
 class Keeps(Protocol):
@@ -90,7 +87,7 @@ class Tape:
         steps: how many steps to record; a further one keeps its graph (rule 5).
     """
 
-    _partial: Callable[[Policy], Contexts] | None = None
+    _partial = False  # whether results inside of branches are kept
 
     def __init__(self, call: Call, steps: int) -> None:
         self.call = call
@@ -167,12 +164,10 @@ class Tape:
                 record.replay.begin(ambient, record.form.habits)
             sources = list(map(streams.__getitem__, wire.sources))
             kwargs = step.takes.select(context) if context else {}
-            if self._partial is None:
-                update, aux = step.update(sources, kwargs)
+            if self._partial:
+                update, aux = _update_keeping(record, target, sources, kwargs)
             else:
-                keeping, record.taking = self._partial(step.keeps)
-                with keeping:
-                    update, aux = step.update(sources, kwargs)
+                update, aux = step.update(sources, kwargs)
             can_replay = record.end(ambient, learned)
             record.branch_saves = len(pending)
             after = step.combine(target, update)
@@ -308,6 +303,22 @@ def known(step: Step) -> Known:
     found: Known | None = step.known
     if found is None:
         found = step.known = Known()
+    return found
+
+
+def _update_keeping(record: Record, target: Tensor, sources: list[Tensor], kwargs: dict[str, Any]) -> Any:
+    """The update of a step that keeps results for its replay. Where there were none to keep, it does not look again."""
+    step, habits = record.wire.step, record.form.habits
+    looked_for = str(step.keeps), target.shape, target.dtype
+    if looked_for in habits.kept_nothing:
+        return step.update(sources, kwargs)
+    keeping = Keeping(step.keeps)
+    with keeping.first:
+        found = step.update(sources, kwargs)
+    if keeping.found_nothing():
+        habits.kept_nothing.add(looked_for)
+    else:
+        record.taking = keeping.replay
     return found
 
 

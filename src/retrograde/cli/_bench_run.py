@@ -19,7 +19,7 @@ from retrograde._sequence import ReversibleSequence
 from retrograde.models import ReversibleLM
 from retrograde.planning import measured
 from retrograde.planning._measure import untouched
-from retrograde.planning._planner import _timed, mean_square
+from retrograde.planning._steps import mean_square, timed
 
 from ._target import Target
 
@@ -131,10 +131,10 @@ class Bench:
 
     def _seconds(self, way: Way) -> float:
         if self._take(way):
-            _timed(self.target.model, self.batch, self.loss)  # a new coupling is learnt in its first step
+            timed(self.target.model, self.batch, self.loss)  # a new coupling is learnt in its first step
         gc.disable()
         try:
-            return _timed(self.target.model, self.batch, self.loss)
+            return timed(self.target.model, self.batch, self.loss)
         finally:
             gc.enable()
 

@@ -89,7 +89,7 @@ def _measured(found: Target, rounds: int, budget: int | None) -> tuple[list[Row]
 
     from retrograde._sequence import ReversibleSequence
     from retrograde.planning import plan
-    from retrograde.planning._planner import mean_square
+    from retrograde.planning._steps import mean_square
 
     stacks = [module for module in found.model.modules() if isinstance(module, ReversibleSequence)]
     if not stacks:

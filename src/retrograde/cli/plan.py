@@ -58,7 +58,8 @@ def plan(
         save.write_text(planned.plan.to_json() + "\n", encoding="utf-8")
     if as_json:
         rows = [asdict(row) for row in comparison.rows]
-        print(json.dumps({**planned.plan.to_dict(), "peak": planned.peak, "minimum": planned.minimum, "ways": rows}))
+        told = {"peak": planned.peak, "minimum": planned.minimum, "slowdown": comparison.slowdown, "ways": rows}
+        print(json.dumps({**planned.plan.to_dict(), **told}))
     else:
         print(f"{planned}\n\n{comparison.table()}")
     if plot is not None:

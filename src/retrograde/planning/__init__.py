@@ -13,10 +13,10 @@ from ._planner import BudgetError as BudgetError
 from ._planner import Planned as Planned
 from ._planner import choose as choose
 from ._planner import measure as measure
-from ._planner import measured as measured
 from ._planner import pareto as pareto
 from ._planner import plan as plan
 from ._search import cheapest as cheapest
 from ._search import smallest as smallest
 from ._sizes import parse_size as parse_size
 from ._sizes import show_size as show_size
+from ._steps import measured as measured

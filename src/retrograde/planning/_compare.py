@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,37 +15,56 @@ from torch.utils.checkpoint import checkpoint
 
 from retrograde._drive import drive
 from retrograde._outputs import Outputs
-from retrograde._plan import Memory, Plan
+from retrograde._plan import Plan
 from retrograde._sequence import ReversibleSequence
 from retrograde._streams import Streams
 
 from ._costs import predict
-from ._planner import Planned, driven_by, measured, pareto
+from ._planner import Planned, driven_by, pareto
+from ._room import has_room
 from ._sizes import show_size
+from ._steps import least_seconds, mean_square, measured, planned_as, timed, undisturbed
+
+_STORE, _EACH = "store", "checkpoint each block"
+_STEADY = 0.1  # by how much a machine's speed may change between two measurements
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train the model: predicted, and measured in a real step. Times are ratios to storing everything."""
+    """One way to train the model: predicted, and measured in real steps where there is room for them.
+
+    Times are ratios to storing everything: to what that took, or was predicted to take where it has no room.
+    """
 
     name: str
     plan: str
-    peak: int
-    ratio: float
+    peak: int | None
+    ratio: float | None
     predicted_peak: int | None = None
     predicted_ratio: float | None = None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The measured ways to train a model, and the curve of the fastest plan at every budget."""
+    """The measured ways to train a model, and the curve of the fastest plan at every budget.
+
+    `slowdown` is the time that storing everything took here, as a ratio to what it took when the plan was made. Far
+    from 1, the machine has changed its speed in between (cores that others use, or heat), and ratios with it.
+    """
 
     rows: tuple[Row, ...]
     curve: tuple[Planned, ...]
+    slowdown: float = 1.0
 
     def table(self) -> str:
         head = f"{'':<22} {'peak':>10} {'predicted':>10} {'time':>6} {'predicted':>9}  plan"
-        return "\n".join([head, *(_line(row) for row in self.rows)])
+        lines = [head, *(_line(row) for row in self.rows)]
+        if max(self.slowdown, 1 / self.slowdown) > 1 + _STEADY:
+            lines.append(
+                f"The machine changed its speed: storing everything took x{self.slowdown:.2f} of what it took when the "
+                "plan was made. Predicted times are of before; run it again."
+            )
+        return "\n".join(lines)
 
     def plot(self, path: str | Path) -> Path:
         """Time against peak memory, as a picture."""
@@ -54,9 +74,14 @@ class Comparison:
 
 
 def _line(row: Row) -> str:
-    peak = "" if row.predicted_peak is None else show_size(row.predicted_peak)
-    ratio = "" if row.predicted_ratio is None else f"x{row.predicted_ratio:.2f}"
-    return f"{row.name:<22} {show_size(row.peak):>10} {peak:>10} {f'x{row.ratio:.2f}':>6} {ratio:>9}  {row.plan}"
+    def peak(size: int | None, otherwise: str) -> str:
+        return f"{otherwise if size is None else show_size(size):>10}"
+
+    def ratio(value: float | None, width: int) -> str:
+        return f"{'' if value is None else f'x{value:.2f}':>{width}}"
+
+    measured_ = f"{peak(row.peak, 'no room')} {peak(row.predicted_peak, '')}"
+    return f"{row.name:<22} {measured_} {ratio(row.ratio, 6)} {ratio(row.predicted_ratio, 9)}  {row.plan}"
 
 
 def compare(
@@ -68,55 +93,58 @@ def compare(
     stack: ReversibleSequence,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Comparison:
-    """Run a step of each kind for real, interleaved, and hold it against what was predicted."""
-    depth, before = len(planned.chain.blocks), stack.memory
-    ways = _ways(planned, depth)
-    found: dict[str, list[Any]] = {name: [] for name in ways}
-    rounds = 3
-    try:
-        for round_ in range(rounds):
-            for i, (name, plan) in enumerate(ways.items()):
-                if progress is not None:
-                    progress(name, round_ * len(ways) + i, rounds * len(ways))
-                found[name].append(_measured(model, batch, loss, stack, plan))
-    finally:
-        stack.memory = before
-    best = {name: (min(f.peak for f in each), min(f.seconds for f in each)) for name, each in found.items()}
-    rows = [_row(name, plan, *best[name], best["store"][1], planned) for name, plan in ways.items()]
-    return Comparison(tuple(rows), tuple(pareto(planned.chain)))
+    """Run steps of each kind for real, interleaved, and hold them against what was predicted."""
+    chain, loss = planned.chain, loss or mean_square
+    ways = _ways(planned)
+    expected = {name: predict(chain, plan.memory) for name, plan in ways.items() if plan is not None}
+    stored = expected[_STORE]
+    in_segments = expected[_EACH].peak + stored.peak // math.isqrt(len(chain.blocks))  # at most
+    needed = {name: expected[name].peak if name in expected else in_segments for name in ways}
+
+    fitting = {name: plan for name, plan in ways.items() if has_room(model, needed[name])}
+    peaks: dict[str, int] = {}
+    with undisturbed(model):
+        for i, (name, plan) in enumerate(fitting.items()):
+            if progress is not None:
+                progress(f"the peak of {name}", i, len(fitting))
+            with _following(stack, plan):
+                peaks[name] = measured(model, batch, loss=loss).peak
+        following = {name: partial(_following, stack, plan) for name, plan in fitting.items()}
+        seconds = least_seconds(following, partial(timed, model, batch, loss), progress)
+    base = seconds.get(_STORE, stored.seconds)
+    rows = [
+        Row(
+            name,
+            "torch.utils.checkpoint" if plan is None else str(plan),
+            peaks.get(name),
+            seconds[name] / base if name in seconds else None,
+            expected[name].peak if name in expected else None,
+            expected[name].seconds / stored.seconds if name in expected else None,
+        )
+        for name, plan in ways.items()
+    ]
+    return Comparison(tuple(rows), tuple(pareto(chain)), base / stored.seconds)
 
 
-def _ways(planned: Planned, depth: int) -> dict[str, Plan | None]:
+def _ways(planned: Planned) -> dict[str, Plan | None]:
     """By name, the plan of each way; None for checkpoints around √n blocks each, which no plan expresses."""
-    anchors = planned.chain.anchors
-    invertible = all("reverse" in block.modes for block in planned.chain.blocks)
-    reverse: tuple[Memory, ...] = tuple(
-        "reverse" if "reverse" in block.modes else "checkpoint" for block in planned.chain.blocks
-    )
-    return {
-        "store": Plan.uniform("store", depth),
-        "checkpoint each block": Plan.uniform("checkpoint", depth),
-        "checkpoint √n": None,
-        "reverse" if invertible else "reverse where possible": Plan(reverse, anchors),
-        "this budget's plan": planned.plan,
-    }
-
-
-def _measured(model: nn.Module, batch: Any, loss: Any, stack: ReversibleSequence, plan: Plan | None) -> Any:
-    if plan is None:
-        with _in_segments(stack):
-            return measured(model, batch, loss=loss)
-    stack.memory = plan
-    return measured(model, batch, loss=loss)
-
-
-def _row(name: str, plan: Plan | None, peak: int, seconds: float, stored: float, planned: Planned) -> Row:
-    if plan is None:
-        return Row(name, "torch.utils.checkpoint", peak, seconds / stored)
     chain = planned.chain
-    expected = predict(chain, plan.memory)
-    base = predict(chain, ["store"] * len(chain.blocks)).seconds
-    return Row(name, str(plan), peak, seconds / stored, expected.peak, expected.seconds / base)
+    uniform = chain.uniform()
+    invertible = all("reverse" in block.modes for block in chain.blocks)
+    ways: dict[str, Plan | None] = {
+        _STORE: Plan(uniform["store"]),
+        _EACH: Plan(uniform["checkpoint"]),
+        "checkpoint √n": None,
+    }
+    if "reverse" in uniform:
+        ways["reverse" if invertible else "reverse where possible"] = Plan(uniform["reverse"], chain.anchors)
+    return {**ways, "this budget's plan": planned.plan}
+
+
+@contextmanager
+def _following(stack: ReversibleSequence, plan: Plan | None) -> Iterator[None]:
+    with _in_segments(stack) if plan is None else planned_as(stack, plan):
+        yield
 
 
 @contextmanager

@@ -10,13 +10,19 @@ NOTE [What a plan holds]
  4. what the block itself needs at its worst moment: measured, on this block alone.
  The end of the forward pass is one more such moment, with what comes after the stack (a head, a loss) for 4.
  Until then, under autocast, the casts of the weights are alive too, which its cache holds until its context ends.
- The same holds for time: it is the sum of what the blocks take, each measured alone in its mode.
+
+NOTE [What a plan takes]
+ Time is a sum over the blocks and what is outside of them, but not of the times of the blocks alone: a block by
+ itself pays for the set-up of a call, which a chain pays for once, and finds the memory that it let go a moment ago,
+ where a chain of stored blocks takes fresh memory for each. So whole steps are timed with all blocks in one mode,
+ for each mode, and the blocks' times in that mode are scaled to add up to it. What the blocks' own times decide is
+ how a step's time divides between blocks that differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from retrograde._plan import INVERTING, Memory
@@ -119,6 +125,29 @@ class ChainCost:
     def end_of_forward(self, held: int, cached: int) -> int:
         """The bytes alive when all blocks have run, at the worst moment of what comes after them."""
         return self.before + held + self.outputs + max(cached + self.head_peak, self.head_backward)
+
+    def uniform(self) -> dict[Memory, tuple[Memory, ...]]:
+        """For each mode the plan with all blocks in it; those that do not have it get what is nearest to it."""
+
+        def nearest(mode: Memory, block: BlockCost) -> Memory:
+            choices: tuple[Memory, ...] = (mode, _STANDS_FOR.get(mode, mode), "checkpoint")
+            return next(each for each in choices if each in block.modes)
+
+        modes = dict.fromkeys(mode for block in self.blocks for mode in block.modes)
+        return {mode: tuple(nearest(mode, block) for block in self.blocks) for mode in modes}
+
+    def with_steps(self, seconds: Mapping[Memory, float]) -> ChainCost:
+        """The same chain, with times that add up to those of whole steps in uniform plans, as far as there are any."""
+        alone = replace(self, seconds_outside=0.0)
+        inside = {mode: predict(alone, plan).seconds for mode, plan in self.uniform().items() if mode in seconds}
+        outside = max(0.0, min((seconds[mode] - inside[mode] for mode in inside), default=0.0))
+
+        def scaled(modes: dict[Memory, ModeCost]) -> dict[Memory, ModeCost]:
+            scale = {mode: (seconds[mode] - outside) / inside[mode] for mode in inside}
+            return {mode: replace(cost, seconds=cost.seconds * scale.get(mode, 1.0)) for mode, cost in modes.items()}
+
+        blocks = tuple(replace(block, modes=scaled(block.modes)) for block in self.blocks)
+        return replace(self, blocks=blocks, keeps_last=scaled(self.keeps_last), seconds_outside=outside)
 
 
 class Prediction(NamedTuple):

@@ -32,7 +32,7 @@ from ._costs import BlockCost, ModeCost
 Progress = Callable[[str, int, int], None]
 """Told what is being measured, how many measurements are done, and how many there are."""
 
-_ROUNDS = 3
+ROUNDS = 3
 _PATIENCE = 2.0  # seconds, for more rounds where blocks are quick
 
 
@@ -172,8 +172,8 @@ def _distinct(streams: Streams) -> tuple[list[Tensor], list[int]]:
 def rounds() -> Iterator[int]:
     """How often to take a time, of which the least counts: it is the one that nothing else on the machine disturbed."""
     start = time.perf_counter()
-    for i in range(4 * _ROUNDS):
-        if i < _ROUNDS or time.perf_counter() - start < _PATIENCE:
+    for i in range(4 * ROUNDS):
+        if i < ROUNDS or time.perf_counter() - start < _PATIENCE:
             yield i
 
 

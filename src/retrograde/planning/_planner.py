@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +17,12 @@ from retrograde._streams import Streams
 from retrograde.diagnose import MemoryTracker
 
 from ._batches import arguments, tensors_in
-from ._costs import BlockCost, ChainCost, Prediction, predict
-from ._measure import Progress, Surroundings, measure_blocks, rounds, untouched, wait
+from ._costs import BlockCost, ChainCost, predict
+from ._measure import Progress, Surroundings, measure_blocks
+from ._room import has_room
 from ._search import cheapest, smallest
 from ._sizes import parse_size, show_size
+from ._steps import least_seconds, mean_square, planned_as, timed, undisturbed
 
 
 class BudgetError(ValueError):
@@ -131,10 +133,10 @@ def measure(
 ) -> ChainCost:
     """What every block of a model's stack costs in each memory mode, and what surrounds the stack."""
     stack = _the_stack(model) if stack is None else stack
-    with untouched(model), _without_grads(model):
-        around = _measure_around(model, batch, stack, loss or mean_square)
+    loss = loss or mean_square
+    with undisturbed(model):
+        around = _measure_around(model, batch, stack, loss)
         blocks, last, outputs = measure_blocks(stack, around.streams, around.surroundings, progress)
-        whole = min(_timed(model, batch, loss or mean_square) for _ in rounds())
     used = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in outputs}.values())
     if not around.made and not stack.exact:  # streams that are put on a grid are the stack's own
         blocks[0] = _given(blocks[0])
@@ -143,14 +145,23 @@ def measure(
         tuple(blocks), used, around.before, around.head_peak, 0, 0.0, stack.memory.anchors, last,
         sum(t.numel() * t.element_size() for t in around.surroundings.leaves()),
     )  # fmt: skip
-    inside = predict(chain, stack.memory.memory).seconds
     cached = sum(chain.mode(i, mode).cached for i, mode in enumerate(stack.memory.memory))  # gone by the backward pass
-    return replace(
+    chain = replace(
         chain,
         head_left=max(0, around.head_left + cached),
         head_backward=max(0, around.head_backward + cached),
-        seconds_outside=max(0.0, whole - inside),
     )
+    with undisturbed(model):
+        return chain.with_steps(_uniform_steps(model, batch, stack, loss, chain, progress))
+
+
+def _uniform_steps(
+    model: nn.Module, batch: Any, stack: ReversibleSequence, loss: Any, chain: ChainCost, progress: Progress | None
+) -> dict[Memory, float]:
+    """The seconds of whole steps with all blocks in one mode, for each mode that there is room for."""
+    fitting = {mode: plan for mode, plan in chain.uniform().items() if has_room(model, predict(chain, plan).peak)}
+    ways = {mode: partial(planned_as, stack, Plan(plan, chain.anchors)) for mode, plan in fitting.items()}
+    return least_seconds(ways, partial(timed, model, batch, loss), progress)
 
 
 def _given(block: BlockCost) -> BlockCost:
@@ -166,40 +177,6 @@ def _given(block: BlockCost) -> BlockCost:
         for name, mode in block.modes.items()
     }
     return BlockCost(0, block.gradients, modes)
-
-
-def measured(model: nn.Module, batch: Any, *, loss: Any = None) -> Prediction:
-    """The peak and the time of one real step of a model as it stands, in the terms of `predict`."""
-    args, kwargs = arguments(batch)
-    with untouched(model), _without_grads(model):
-        _step(model, args, kwargs, loss or mean_square)
-        _clear(model)
-        seconds = _timed(model, batch, loss or mean_square)
-        with MemoryTracker(ignore=[model, *tensors_in((args, kwargs))]) as memory:
-            _step(model, args, kwargs, loss or mean_square)
-    return Prediction(memory.peak, seconds)
-
-
-def mean_square(output: Any) -> Tensor:
-    """A loss for any output: the mean square of its floating-point tensors, summed."""
-    return torch.stack([t.float().square().mean() for t in tensors_in(output) if t.is_floating_point()]).sum()
-
-
-def _step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> None:
-    with torch.enable_grad():
-        loss(model(*args, **kwargs)).backward()
-
-
-def _timed(model: nn.Module, batch: Any, loss: Any) -> float:
-    """The seconds of a step, from cleared gradients to cleared gradients."""
-    args, kwargs = arguments(batch)
-    _clear(model)
-    start = time.perf_counter()
-    _step(model, args, kwargs, loss)
-    wait(list(model.parameters()))
-    seconds = time.perf_counter() - start
-    _clear(model)
-    return seconds
 
 
 def _the_stack(model: nn.Module) -> ReversibleSequence:
@@ -261,6 +238,11 @@ def _observed(stack: ReversibleSequence, memory: MemoryTracker, seen: dict[str, 
             seen["head_backward"] = seen["phase"].peak
 
     def observed(plan: Plan, streams: Streams, context: Mapping[str, Any], hidden: set[int]) -> Any:
+        if plan != stack.memory:
+            raise ValueError(
+                "The model gives its ReversibleSequence a memory of its own in the call (memory=...), so that a plan "
+                "assigned to the stack would not be followed. Take it out of the call while you plan."
+            )
         seen["calls"] = seen.get("calls", 0) + 1
         seen["streams"] = tuple(s.detach().requires_grad_(s.requires_grad) for s in streams)
         seen["surroundings"] = Surroundings.of_call(stack.names, streams, context)
@@ -285,15 +267,3 @@ def driven_by(stack: ReversibleSequence, drive: Callable[..., Any]) -> Iterator[
         yield
     finally:
         object.__delattr__(stack, "_drive")
-
-
-@contextmanager
-def _without_grads(model: nn.Module) -> Iterator[None]:
-    """As a training step begins after zero_grad(); `untouched` puts the gradients back."""
-    _clear(model)
-    yield
-
-
-def _clear(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad = None

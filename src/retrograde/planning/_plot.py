@@ -31,9 +31,14 @@ def draw(comparison: Comparison, path: Path) -> Path:
     axes = figure.subplots()
     for row in comparison.rows:
         marker, colour = _STYLES.get(row.name, _PLAN)
+        run = row.peak is not None
+        peak, ratio = (row.peak, row.ratio) if run else (row.predicted_peak, row.predicted_ratio)
+        if peak is None or ratio is None:
+            continue
         axes.scatter(
-            row.peak / _MEBI, row.ratio, marker=marker, color=colour, s=170 if marker == "*" else 60, zorder=3,
-            label=f"{row.name}: {show_size(row.peak)}, x{row.ratio:.2f}",
+            peak / _MEBI, ratio, marker=marker, s=170 if marker == "*" else 60, zorder=3, edgecolors=colour,
+            facecolors=colour if run else "none",
+            label=f"{row.name}: {show_size(peak)}, x{ratio:.2f}{'' if run else ' (predicted: no room)'}",
         )  # fmt: skip
     curve = comparison.curve
     axes.step([p.peak / _MEBI for p in curve], [p.ratio for p in curve], where="post", color="#2b6cb0", lw=1.5,
