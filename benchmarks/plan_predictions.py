@@ -160,7 +160,7 @@ def main() -> None:
     lines = ["# What the planner predicts, and what real steps take", "", *describe(load(), ["torch"])]
     past: list[str] = []
     for setting in settings(chosen.quick):
-        table, wrong = compare(setting, 3 if chosen.quick else 7)
+        table, wrong = compare(setting, 3 if chosen.quick else 5)
         lines += ["", f"## {setting.title}", "", *table]
         past += [f"{setting.title}: {each}" for each in wrong]
     verdict = [f"Past the limits: {'; '.join(past)}."] if past else ["All within the limits."]
