@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("typer", reason="the command line needs the extra 'cli'")
 
@@ -23,6 +24,10 @@ def make():
     torch.manual_seed(0)
     branch = lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
     return rg.ReversibleSequence([rg.two_stream(branch(), branch()) for _ in range(6)]), torch.randn(256, 32)
+
+def counted():
+    print(f"on {torch.get_num_threads()} threads")
+    return make()
 
 def plain():
     return nn.Linear(2, 2), torch.randn(2, 2)
@@ -53,6 +58,13 @@ def test_json_is_all_that_is_printed(run: Any) -> None:
     assert found["memory"] == ["store"] * 6
     assert {way["name"] for way in found["ways"]} >= {"store", "reverse", "checkpoint √n"}
     assert found["minimum"] <= found["peak"]
+
+
+def test_the_model_runs_on_as_many_threads_as_asked_for(run: Any) -> None:
+    before = torch.get_num_threads()
+    result = run("planned_model.py:counted", "--budget", "1GiB", "--threads", str(before + 1))
+    assert f"on {before + 1} threads" in result.stderr
+    assert torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,16 @@ COMMANDS = {
         "doctor.png",
     ),
     "plan.png": (
-        ("plan", f"{FILE}:deep", "--budget", "24MiB", "--plot", "plan.png"),
+        (
+            "plan",
+            f"{FILE}:deep",
+            "--budget",
+            "24MiB",
+            "--threads",
+            "1",
+            "--plot",
+            "plan.png",
+        ),
         "plan.png",
     ),
     "profile.png": (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +16,7 @@ from ._bench_picture import Picture, table
 from ._bench_run import Bench, Row, Way, own_model, ways_of
 from ._ending import FAULT, WRONG_USAGE, draw, fail, telling
 from ._target import Target, TargetError, load
+from ._threads import Threads, on_threads
 
 
 def bench(
@@ -29,7 +29,7 @@ def bench(
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=2, help="How many times each way is timed.")] = 15,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads on the CPU.", show_default="as torch has")] = None,
+    threads: Threads = None,
     budget: Annotated[
         str | None, typer.Option("--plan", help="Also the fastest plan within this size, as 2GiB.", show_default=False)
     ] = None,
@@ -67,7 +67,7 @@ def bench(
     except (TargetError, ValueError) as error:
         fail(str(error), WRONG_USAGE)
     try:
-        with contextlib.redirect_stdout(sys.stderr), _threads(threads) as number:
+        with contextlib.redirect_stdout(sys.stderr), on_threads(threads) as number:
             rows, refused = _measured(found, rounds, size)
     except (BudgetError, ValueError) as error:
         fail(f"Cannot measure: {error}", FAULT)
@@ -112,16 +112,6 @@ def _measured(found: Target, rounds: int, budget: int | None) -> tuple[list[Row]
             planned = plan(found.model, batch, budget, loss=found.loss, progress=tell)
             ways.append(Way("plan", {stacks[0]: planned.plan}))
         return Bench(found, stacks).measure(ways, rounds, tell)
-
-
-@contextlib.contextmanager
-def _threads(wanted: int | None) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(wanted or before)
-    try:
-        yield wanted or before
-    finally:
-        torch.set_num_threads(before)
 
 
 def _device(found: Target) -> str:

@@ -13,6 +13,7 @@ import typer
 
 from ._ending import FAULT, WRONG_USAGE, draw, fail
 from ._target import Target, TargetError, load
+from ._threads import Threads, on_threads
 
 
 def plan(
@@ -22,6 +23,7 @@ def plan(
     ],
     budget: Annotated[str, typer.Option(help="Bytes for a step, such as 2GiB or 500MB.", show_default=False)],
     save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.", show_default=False)] = None,
+    threads: Threads = None,
     plot: Annotated[Path | None, typer.Option(help="Write the picture to this file.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print plan and table as JSON, and nothing else.")] = False,
 ) -> None:
@@ -46,7 +48,7 @@ def plan(
 
     try:
         size = parse_size(budget)
-        with contextlib.redirect_stdout(sys.stderr):  # what a user's code prints is not part of the plan
+        with contextlib.redirect_stdout(sys.stderr), on_threads(threads):  # what a user's code prints is no plan
             planned, comparison = _planned(load(target), size)
     except TargetError as error:
         fail(str(error), WRONG_USAGE)

@@ -169,11 +169,11 @@ def _distinct(streams: Streams) -> tuple[list[Tensor], list[int]]:
     return [leaf for _, leaf in leaves.values()], [leaves[s.data_ptr()][0] for s in streams]
 
 
-def rounds() -> Iterator[int]:
+def rounds(patience: float = 1.0) -> Iterator[int]:
     """How often to take a time, of which the least counts: it is the one that nothing else on the machine disturbed."""
     start = time.perf_counter()
     for i in range(4 * ROUNDS):
-        if i < ROUNDS or time.perf_counter() - start < _PATIENCE:
+        if i < ROUNDS or time.perf_counter() - start < patience * _PATIENCE:
             yield i
 
 

@@ -67,7 +67,7 @@ def least_seconds(
     """
     least: dict[Name, float] = dict.fromkeys(ways, math.inf)
     total = ROUNDS * len(ways)
-    for round_ in rounds():
+    for round_ in rounds(patience=4.0):  # whole steps are slower than blocks, and decide the ratios
         for i, (name, way) in enumerate(ways.items()):
             if progress is not None:
                 progress(f"the time of {name}", min(round_ * len(ways) + i, total), total)
