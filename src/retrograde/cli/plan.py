@@ -29,9 +29,10 @@ def plan(
 ) -> None:
     """Find the fastest plan for a model's reversible stack that fits a byte budget.
 
-    Every kind of block is measured once in each memory mode; the fastest plan whose predicted peak
-    fits is printed, and run for real beside storing everything, checkpoints and reversing. The budget
-    is for all tensors that a step makes: activations and the parameters' gradients.
+    Every kind of block is measured once in each memory mode, and so are whole steps; the fastest plan whose
+    predicted peak fits is printed, and run for real beside storing everything, checkpoints and reversing.
+    What needs more memory than is free is predicted and not run. The budget is for all tensors that a
+    step makes: activations and the parameters' gradients.
 
         # my_model.py
         def make():
