@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 class Pair(Layer):
     def forward(self, x):
-        return super().forward(x), x
+        return super().forward(x), 5
 
 class Unpacks(Net):
     def forward(self, x):
@@ -148,7 +148,7 @@ def test_gradients_past_the_tolerance_have_status_one(convert: Run, monkeypatch:
         (["residual.py:two"], 1, "Net has 2 lists of two or more layers of one class: 'layers0', 'layers1'"),
         (["residual.py:plain"], 1, "Linear has no lists of two or more layers"),
         (["residual.py:wrong_shape"], 1, "a training step of residual.py:wrong_shape as it is raised RuntimeError"),
-        (["residual.py:pairs"], 1, "each returns one tensor and not a tuple"),
+        (["residual.py:pairs"], 1, "Pair returned a int in place 1 beside its hidden states"),
         (["."], 2, "has no config.json. Name a folder that save_pretrained wrote"),
     ],
 )
@@ -161,7 +161,9 @@ def test_a_mistake_is_told_in_a_sentence(convert: Run, args: list[str], status: 
 
 
 def test_one_of_two_lists_is_converted_by_its_name(convert: Run) -> None:
-    assert "10 layers in layers1" in convert("residual.py:two", "--layers", "layers1").stdout
+    result = convert("residual.py:two", "--layers", "layers1")
+    assert "10 layers in layers1" in result.stdout
+    assert 'rg.convert(model, "bdia", layers="layers1")' in result.stdout
 
 
 def test_help_teaches_by_example_and_says_what_is_run() -> None:

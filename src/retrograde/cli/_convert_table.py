@@ -43,8 +43,8 @@ def table(reports: Mapping[str, Report], place: str) -> Any:
     return found
 
 
-def advice(reports: Mapping[str, Report]) -> list[str]:
-    """What the figures mean for the one who will train the model."""
+def advice(reports: Mapping[str, Report], layers: str | None) -> list[str]:
+    """What the figures mean for the one who will train the model, of which `layers` were converted."""
     lines = ["", "Peaks are of the tensors that a step makes, without parameters, their gradients and the batch."]
     for name, report in reports.items():
         peaks = report.peaks
@@ -55,6 +55,7 @@ def advice(reports: Mapping[str, Report]) -> list[str]:
         if report.logits_difference:
             lines.append(f"{name} computes another function than the model was trained for: fine-tune it.")
     written = {name: f'"{name}"' if ":" not in name else f"recipes.{r.recipe}" for name, r in reports.items()}
-    calls = " or ".join(f"rg.convert(model, {recipe})" for recipe in written.values())
+    where = f', layers="{layers}"' if layers else ""
+    calls = " or ".join(f"rg.convert(model, {recipe}{where})" for recipe in written.values())
     lines.append(f"The weights and their names stay as they are. In the training script: {calls}")
     return lines

@@ -45,8 +45,8 @@ def convert(
 ) -> None:
     """Make the layers of a model reversible, and report what that does to it.
 
-    The model is one with residual layers in an `nn.ModuleList`: GPT-2, Llama, BERT or ViT of
-    transformers, `nn.TransformerEncoder`, or your own. Name a function that returns it with a batch:
+    The model is one with residual layers in an `nn.ModuleList`: most models of transformers,
+    `nn.TransformerEncoder`, or your own. Name a function that returns it with a batch:
 
         # my_model.py
         def make():
@@ -81,20 +81,20 @@ def convert(
     if as_json:
         print(json.dumps({"layers": place, "reports": {n: asdict(r) for n, r in reports.items()}, "notes": notes}))
     else:
-        _show(reports, place)
+        _show(reports, place, layers)
     for note in notes:
         print(f"Note: {note}", file=sys.stderr)
     raise typer.Exit(0 if all(r.gradient_error <= tolerance for r in reports.values()) else FAULT)
 
 
-def _show(reports: dict[str, Any], place: str) -> None:
+def _show(reports: dict[str, Any], place: str, layers: str | None) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = 34 + 28 * len(reports)  # a file has no edge at which columns would be cut
     console.print(table(reports, place))
-    for line in advice(reports):
+    for line in advice(reports, layers):
         console.print(line, markup=False)
 
 

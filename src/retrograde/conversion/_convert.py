@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from retrograde._plan import Memory, Plan
 
-from ._find import Branches, find_layers
+from ._find import Branches, find_layers, first_number, list_name
 from ._measure import Loss, measure
 from ._recipes import Annealed, Recipe, recipe_named
 from ._report import Report
@@ -38,11 +38,12 @@ def convert(
     The model is called as before, and its checkpoints load into the stock model and back.
 
     Args:
-        model: a module with an `nn.ModuleList` of residual layers that it calls in a row: GPT-2, Llama, BERT and ViT of
-            transformers, `nn.TransformerEncoder`, or your own.
+        model: a module with an `nn.ModuleList` of residual layers that it calls in a row: most models of transformers,
+            `nn.TransformerEncoder`, or your own.
         recipe: "bdia", "two_stream", "momentum", "scaled" or "annealed"; or one of `retrograde.conversion.recipes` with
             values of its own. Only "bdia" and "annealed" at its start leave the function as it is.
-        layers: the list's name, as in "transformer.h"; needed where there are several.
+        layers: the list's name, as in "transformer.h"; needed where there are several. "encoder.block[1:]" leaves the
+            first layer as it is.
         memory: how the backward pass gets its activations, as in `ReversibleSequence`.
         exact: streams on a grid, so that the inverse is exact to the bit; a number gives the grid's bits. False is
             for "two_stream", whose inverse rounds but does not magnify.
@@ -67,10 +68,12 @@ def convert(
             "time. Leave exact=True, or use memory='checkpoint'."
         )
     name, found = find_layers(model, layers)
-    owner = _owner(model, name)
-    if any(isinstance(module, ConvertedStack) and module.stocks[0].layer is found[0] for module in model.modules()):
+    owner = _owner(model, list_name(name))
+    stacks = [module for module in model.modules() if isinstance(module, ConvertedStack)]
+    if any(stock.layer is layer for stack in stacks for stock in stack.stocks for layer in found):
         raise ValueError(f"{name!r} of {type(model).__name__} is converted already; undo() that conversion first.")
-    stack = ConvertedStack(list(found), chosen, memory=memory, exact=exact, branches=branches)
+    _refuse_left_out_layers(owner, name)
+    stack = ConvertedStack(found, chosen, memory=memory, exact=exact, branches=branches, first=first_number(name))
     stack.train(found[0].training)
     stack.install()
     own_name = NAME if not hasattr(owner, NAME) else f"{NAME}_{name.rpartition('.')[2]}"
@@ -89,6 +92,17 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
     while owner and isinstance(model.get_submodule(owner), (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         owner = owner.rpartition(".")[0]
     return model.get_submodule(owner)
+
+
+def _refuse_left_out_layers(owner: nn.Module, name: str) -> None:
+    """Raise for a module that leaves out some of its layers at random, as the switch of transformers says."""
+    for place, holder in (("layerdrop", owner), ("config.layerdrop", getattr(owner, "config", None))):
+        if probability := getattr(holder, "layerdrop", 0):
+            raise ValueError(
+                f"{type(owner).__name__} leaves out layers of {name!r} at random in training ({place}={probability}), "
+                "but a converted list runs as one stack, when its last layer is called. Set it to 0 before you "
+                "convert."
+            )
 
 
 def _as_call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:

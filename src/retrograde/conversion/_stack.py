@@ -28,6 +28,7 @@ from retrograde._sequence import ReversibleSequence
 
 from ._find import Branches, Half, Stock, disagreement, halves_of
 from ._recipes import Recipe
+from ._trial import Returns, aside, hidden_of, kind_of, returned, without_writing
 
 AGREES = 1e-5
 AGREES_ROUGHLY = 3e-2  # where sums are rounded to 8 bits
@@ -41,6 +42,7 @@ class Pending:
     stack: ConvertedStack
     hidden: Tensor
     calls: tuple[dict[str, Any], ...]
+    tried: Tensor | None = None  # what the layers gave when they were tried, for the next one to be tried on
 
 
 class ConvertedStack(ReversibleSequence):
@@ -53,6 +55,7 @@ class ConvertedStack(ReversibleSequence):
         exact: as in `ReversibleSequence`.
         branches: "auto" takes attention and feed-forward apart where a recipe needs it and they are found; "split"
             insists on it, "whole" never does.
+        first: the number of the first of the layers in the model's list.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class ConvertedStack(ReversibleSequence):
         memory: Memory | Sequence[Memory] | Plan = "reverse",
         exact: bool | int = True,
         branches: Branches = "auto",
+        first: int = 0,
     ) -> None:
         stocks = [Stock(layer) for layer in layers]
         halves = [halves_of(layer) for layer in layers] if recipe.halves and branches != "whole" else []
@@ -70,7 +74,8 @@ class ConvertedStack(ReversibleSequence):
         if branches == "split" and len(split) < len(layers):
             raise ValueError(
                 f"The attention and the feed-forward of {type(layers[0]).__name__} were not found by their names, or "
-                f"{type(recipe).__name__} does not take them apart. Use branches='whole'."
+                f"do not hold all its parameters, or {type(recipe).__name__} does not take them apart. Use "
+                "branches='whole'."
             )
         parts: list[Any] = [list(pair) for pair in split] if len(split) == len(layers) else [[s] for s in stocks]
         super().__init__(
@@ -86,6 +91,9 @@ class ConvertedStack(ReversibleSequence):
         self.branches: Branches = branches
         self.route: Literal["rewired", "stock"] = "rewired"
         self.probe: FindProbe | None = None
+        self.first = first
+        self.checkpointed: list[nn.Module] = []  # layers whose own checkpointing was on
+        self.returns: list[dict[tuple[Any, ...], Returns]] = [{} for _ in stocks]
         self._unchecked: list[tuple[Half, Half]] = split if len(split) == len(layers) else []
 
     @property
@@ -129,6 +137,7 @@ class ConvertedStack(ReversibleSequence):
         if grid and (bits := self._blocks()[0].each_step()[0].coupling.bits) is not None:
             grid = bits  # perhaps a coarser one than at first
         self.blocks = nn.ModuleList(self.recipe.block(part, i, len(parts)) for i, part in enumerate(parts))
+        self.blocks.train(self.training)
         for block in self._blocks():
             block.wires(self.names)
         if grid is not False:
@@ -140,28 +149,35 @@ class ConvertedStack(ReversibleSequence):
         """Run the stack for a model that has called all of its layers."""
         hidden, calls = pending.hidden, pending.calls
         if torch.is_grad_enabled():
-            stores = set(self.memory.memory) == {"store"}
-            calls = tuple(_without_cache(call, filled="keep" if stores else "refuse") for call in calls)
+            calls = tuple(self.trained_with(call) for call in calls)
         distinct: list[dict[str, Any]] = []
         which = tuple(_number(call, distinct) for call in calls)
         if self._unchecked:
-            self._check_split(hidden, distinct[0])
+            self._check_split(hidden, calls)
         context = {"calls": tuple(distinct), "which": which, "dtype": hidden.dtype}
         wide = hidden if hidden.dtype in WIDE or not self.exact else hidden.float()
         output = self(wide, **context)
         assert isinstance(output, Tensor)
         return output.to(hidden.dtype)
 
-    def _check_split(self, hidden: Tensor, call: dict[str, Any]) -> None:
-        """See once, on a real call, that the parts found by name make up the layer."""
-        pair, self._unchecked = self._unchecked[0], []
-        error = disagreement(self.stocks[0], pair, hidden, _without_cache(call, filled="drop"))
+    def trained_with(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a layer where gradients are wanted."""
+        stores = set(self.memory.memory) == {"store"}
+        return _without_cache(call, self.first, filled="keep" if stores else "refuse")
+
+    def _check_split(self, hidden: Tensor, calls: Sequence[dict[str, Any]]) -> None:
+        """See once, on a real call, that the parts found by name make up each layer."""
+        pairs, self._unchecked = self._unchecked, []
         precise = hidden.dtype in WIDE and not torch.is_autocast_enabled(hidden.device.type)
-        if error <= (AGREES if precise else AGREES_ROUGHLY):
+        for i, (stock, pair) in enumerate(zip(self.stocks, pairs, strict=True)):
+            error = disagreement(stock, pair, hidden, _without_cache(calls[i], self.first, filled="drop"))
+            if not error <= (AGREES if precise else AGREES_ROUGHLY):
+                break
+        else:
             return
         message = (
-            f"The parts of {type(self.stocks[0].layer).__name__} found by their names ({pair[0].body}, {pair[1].body}) "
-            f"do not make up the layer: one after the other they differ from it by {error:.2g}."
+            f"The parts of {type(stock.layer).__name__} found by their names ({pair[0].body}, {pair[1].body}) "
+            f"do not make up the layer: one after the other they differ from it by {error:.2g} in layer {i}."
         )
         if self.branches == "split":
             raise ValueError(f"{message} Use branches='whole'.")
@@ -172,7 +188,7 @@ class ConvertedStack(ReversibleSequence):
         return self.probe if self.probe is not None else super()._guarded(plan, running)
 
 
-def _called(stack: ConvertedStack, index: int, *args: Any, **kwargs: Any) -> Any:
+def _called(stack: ConvertedStack, index: int, /, *args: Any, **kwargs: Any) -> Any:
     """The forward of a converted layer. See NOTE [How a converted model runs]."""
     stock = stack.stocks[index]
     hidden, arguments = stock.arguments(args, kwargs)
@@ -186,14 +202,38 @@ def _called(stack: ConvertedStack, index: int, *args: Any, **kwargs: Any) -> Any
             raise RuntimeError(
                 f"Layer {index} of a converted model was not handed what layer {index - 1} returned. The layers of a "
                 "converted list are called one after the other with nothing in between: no layer is left out, "
-                "repeated, or wrapped in a checkpoint, each returns one tensor and not a tuple, and no hook changes it."
+                "repeated, or wrapped in a checkpoint, and no hook changes what it returns. (Where torch.compile "
+                "traces the model and its layers return tuples, call it once without.)"
             )
-        pending = Pending(stack, before.hidden, (*before.calls, arguments))
+        pending = Pending(stack, before.hidden, (*before.calls, arguments), before.tried)
+    returns = _returns(stack, index, pending)
     if index + 1 == len(stack.stocks):
-        return stack.finish(pending)
+        return returns.around(stack.finish(pending), arguments)
     placeholder = pending.hidden.detach().new_full((), float("nan")).expand(pending.hidden.shape)
     placeholder.retrograde_pending = pending  # type: ignore[attr-defined]
-    return placeholder
+    return returns.around(placeholder, arguments)
+
+
+def _returns(stack: ConvertedStack, index: int, pending: Pending) -> Returns:
+    """What a layer returns when it is called so. See NOTE [What a layer returns beside its hidden states]."""
+    stock, arguments = stack.stocks[index], pending.calls[-1]
+    unknown = [n for n, v in arguments.items() if hasattr(v, "retrograde_unknown") or hasattr(v, "retrograde_pending")]
+    if unknown:
+        raise ValueError(
+            f"Layer {index} of a converted model was given as {unknown[0]} what a layer before it returned, beside the "
+            "hidden states it works on. That is not known before the last layer is called. If only the first layer "
+            "computes it, leave that one as it is: layers='name.of.list[1:]'."
+        )
+    known, kind = stack.returns[index], kind_of(arguments, stock.layer.training)
+    if kind not in known:
+        if torch.compiler.is_compiling():
+            return Returns()
+        x = pending.hidden if pending.tried is None else pending.tried
+        given = without_writing(stack.trained_with(arguments) if torch.is_grad_enabled() else arguments)
+        output = aside(stock.layer, x.device, lambda: stock(x, given))
+        known[kind] = returned(stock.layer, output, x, given)
+        pending.tried = hidden_of(output)
+    return known[kind]
 
 
 def _refuse_sharded(layer: nn.Module) -> None:
@@ -217,20 +257,30 @@ def _number(call: dict[str, Any], distinct: list[dict[str, Any]]) -> int:
     return len(distinct) - 1
 
 
-def _without_cache(call: Mapping[str, Any], *, filled: Literal["keep", "drop", "refuse"]) -> dict[str, Any]:
+def _without_cache(call: Mapping[str, Any], first: int, *, filled: Literal["keep", "drop", "refuse"]) -> dict[str, Any]:
     """The arguments without an empty key-value cache, which a branch that runs twice would write into twice.
 
-    In all memory modes alike: keys that go through a cache are laid out otherwise, and give other bits.
+    In all memory modes alike: keys that go through a cache are laid out otherwise, and give other bits. Layers before
+    the `first` may have written into it.
     """
     caches = {name: value for name, value in call.items() if hasattr(value, "get_seq_length")}
     for name, cache in list(caches.items()):
-        if not (positions := int(cache.get_seq_length())) or filled == "drop":
+        if not (held := _held(cache, first)) or filled == "drop":
             continue
         if filled == "refuse":
             raise ValueError(
-                f"{name} holds {positions} positions, and gradients are wanted. The backward pass runs each layer "
+                f"{name} holds {held}, and gradients are wanted. The backward pass runs each layer "
                 "again, which would write to the cache twice: use torch.no_grad(), or memory='store'."
             )
         del caches[name]
     without = {**call, **dict.fromkeys(caches)}
     return {**without, "use_cache": False} if caches and "use_cache" in call else without
+
+
+def _held(cache: Any, first: int) -> str:
+    """What a cache holds for the first layer, in words; none if it is empty."""
+    try:
+        positions = int(cache.get_seq_length(first) if first else cache.get_seq_length())
+    except ValueError:  # a cache of recurrent states, which have no positions
+        return "earlier states" if cache.has_previous_state() else ""
+    return f"{positions} positions" if positions else ""

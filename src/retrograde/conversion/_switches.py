@@ -13,6 +13,7 @@ from retrograde._sequence import ReversibleSequence
 
 from ._stack import ConvertedStack
 
+FLAG = "gradient_checkpointing"
 SWITCHES = ("gradient_checkpointing_enable", "gradient_checkpointing_disable")
 
 
@@ -41,13 +42,22 @@ def add_switches(model: nn.Module) -> nn.Module:
 
 
 def connect(model: nn.Module, stack: ConvertedStack) -> None:
-    """Have the switches of every module around converted layers set the stack's memory."""
+    """Have the switches of every module around converted layers set the stack's memory.
+
+    Checkpointing that is on would wrap the last layer, and so run the whole stack once more: it is switched off.
+    """
+    for stock in stack.stocks:
+        if stock.layer.__dict__.get(FLAG) is True:
+            setattr(stock.layer, FLAG, False)
+            stack.checkpointed.append(stock.layer)
     for module in _owners(model, stack):
         _connect(module, [stack])
 
 
 def disconnect(model: nn.Module, stack: ConvertedStack) -> None:
     """Give the modules their own switches back."""
+    for layer in stack.checkpointed:
+        setattr(layer, FLAG, True)
     for module in _owners(model, stack):
         for name in SWITCHES:
             module.__dict__.pop(name, None)
