@@ -107,7 +107,7 @@ class Block(nn.Module):
     def wires(self, names: tuple[StreamName, ...]) -> tuple[Wire, ...]:
         """The steps with their streams' positions among `names`, which may hold more than the block's own."""
         found = self._wirings.get(names)
-        if found is None:
+        if found is None or [wire.step for wire in found] != self.each_step():  # a step may have been exchanged
             found = self._wirings[names] = self._wire(names)
         return found
 

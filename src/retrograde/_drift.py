@@ -52,20 +52,22 @@ def place_anchors(
     """
     anchors: set[int] = set()
     before = Before(blocks, [s.device for s in streams])
-    with torch.enable_grad():
-        leaves = tuple(s.detach().requires_grad_() for s in streams)
-        outputs = drive(
-            blocks,
-            names,
-            plan,
-            range(len(blocks)),
-            leaves,
-            tree_map(_detached, dict(context)),
-            find_probe=lambda block, streams: _Anchored(block, streams, tolerance, anchors),
-        )
-        total = torch.stack([stream.float().sum() for stream in outputs]).sum()
-        torch.autograd.grad(total, leaves, allow_unused=True)
-    before.restore()
+    try:
+        with torch.enable_grad():
+            leaves = tuple(s.detach().requires_grad_() for s in streams)
+            outputs = drive(
+                blocks,
+                names,
+                plan,
+                range(len(blocks)),
+                leaves,
+                tree_map(_detached, dict(context)),
+                find_probe=lambda block, streams: _Anchored(block, streams, tolerance, anchors),
+            )
+            total = torch.stack([stream.float().sum() for stream in outputs]).sum()
+            torch.autograd.grad(total, leaves, allow_unused=True)
+    finally:
+        before.restore()
     return replace(plan, anchors=plan.anchors | anchors)
 
 

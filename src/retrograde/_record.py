@@ -14,12 +14,14 @@ from ._block import Block, Wire
 from ._decide import Decisions, begin, end
 from ._habits import Known
 from ._packing import Pack, detaching_packer
+from ._partial import keeping_nothing
 from ._randomness import held_in
 from ._replay import Ambient, Replay, Replaying, edited_in_place
 from ._step import StreamName
 from ._streams import Streams
 from ._torch_private import (
     is_called_plainly,
+    left_over,
     needs_grad,
     outside_function_transforms,
     pop_hooks,
@@ -93,8 +95,10 @@ class Call:
         leaves: list[Any] = []
         if context:
             leaves, self._spec = tree_flatten(dict(context))
-        self._tensors = [i for i, value in enumerate(leaves) if isinstance(value, Tensor)]
-        kept = tuple(leaves[i] for i in self._tensors)
+        found = {i: value for i, value in enumerate(leaves) if isinstance(value, Tensor)}
+        kept = tuple({id(t): t for t in found.values()}.values())  # one that has two names is one in a replay too
+        numbers = {id(t): number for number, t in enumerate(kept)}
+        self._tensors = [(i, numbers[id(t)]) for i, t in found.items()]
         self._leaves = [None if isinstance(value, Tensor) else value for value in leaves]
         self._kept = Kept(tuple(leaf(t, t.requires_grad) for t in kept)) if kept else None
         devices = dict.fromkeys(t.device for t in (*streams, *kept))
@@ -106,8 +110,9 @@ class Call:
             return {}
         leaves = list(self._leaves)
         if self._kept is not None:
-            for i, tensor in zip(self._tensors, self._kept.tensors(), strict=True):
-                leaves[i] = tensor
+            tensors = self._kept.tensors()
+            for i, number in self._tensors:
+                leaves[i] = tensors[number]
         context: Mapping[str, Any] = tree_unflatten(leaves, self._spec)
         return context
 
@@ -148,8 +153,10 @@ class Record:
 
     side: Tensor | None = None  # what the coupling forgets of its target
     decisions: list[tuple[Tensor, int]] | None = None
+    kept = False  # whether the first run was to keep results
     taking: AbstractContextManager[Any] | None = None  # for one replay: it takes results that were kept
     stayed: Stayed | None = None
+    same: Sequence[tuple[int | str, int]] = ()  # sources and context that were one tensor with a source before them
     branch_saves = 0
 
     def __init__(self, block: Block, wire: Wire, streams: Streams, known: Known) -> None:
@@ -177,6 +184,15 @@ class Record:
         if form.is_steady and known.remembers(replay.survey):
             known.form = form
         return can_replay
+
+    def note_same(self, sources: Sequence[Tensor], kwargs: Mapping[str, Any]) -> None:
+        """Note which inputs of the branch are one tensor: it may ask (nn.MultiheadAttention does), and again so."""
+        if not kwargs and len(sources) == 1:
+            return
+        inputs: list[tuple[int | str, Any]] = [*enumerate(sources), *kwargs.items()]
+        self.same = [
+            (place, i) for place, value in inputs for i, source in enumerate(sources) if value is source and place != i
+        ]
 
     def note_saved(self, tensors: list[Tensor], versions: list[int], known: Known) -> None:
         """Note what the first run saved."""
@@ -316,11 +332,16 @@ def _rerun_branch(
     step, replay = record.wire.step, record.replay
     sources = list(map(streams.__getitem__, record.wire.sources))
     kwargs = step.takes.select(context) if context else context
+    for place, i in record.same:
+        if isinstance(place, int):
+            sources[place] = sources[i]
+        else:
+            kwargs = {**kwargs, place: sources[i]}
     hooks: AbstractContextManager[None] = NOTHING if capture is None else capture
     if record.decisions is not None:
         hooks = _deciding(record.decisions, hooks)
-    if record.taking is not None:
-        hooks, record.taking = _both(record.taking, hooks), None
+    if record.kept:
+        hooks = _taking(record, hooks)
     if replay.is_quiet(record.weights):
         with hooks:
             update = step.update_again(replay.branch, sources, kwargs)
@@ -347,9 +368,13 @@ def _deciding(taken: list[tuple[Tensor, int]], hooks: AbstractContextManager[Non
 
 
 @contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with outer, inner:
+def _taking(record: Record, hooks: AbstractContextManager[None]) -> Iterator[None]:
+    """A context in which a branch takes what its first run kept; the second time there is nothing to take any more."""
+    taking, record.taking = record.taking, None
+    with taking or keeping_nothing(), hooks:
         yield
+    if taking is not None and left_over(taking):
+        raise _mismatch(record, "ran fewer of the operators whose results were kept than its first run")
 
 
 NOTHING = nullcontext()

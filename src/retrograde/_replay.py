@@ -34,6 +34,7 @@ from ._torch_private import (
     Survey,
     float32_precision,
     outside_function_transforms,
+    refresh_flat_weights,
     set_grad_enabled,
     version,
     versions,
@@ -136,7 +137,7 @@ class Replay:
         self.loose: Sequence[tuple[Tensor, int]] = ()
         if loose:
             self._owned = randomness.owned(loose)
-            self.loose = [(v, version(v)) for v in loose if isinstance(v, Tensor)]
+            self.loose = [(v.detach(), version(v)) for v in loose if isinstance(v, Tensor)]  # not its graph
         self.survey = survey
         self.buffers: Sequence[Buffer] = ()
         if survey.buffers:
@@ -192,6 +193,8 @@ class Replay:
         if self.buffers:
             known = self._settle_buffers(habits)
         if versions(self.survey.tensors) != weights:  # a parameter that the branch itself initialises
+            known = False
+        if self.survey.has_new_buffers():
             known = False
         habits.edits = bool(self.changed)
         if self._locked:
@@ -273,8 +276,10 @@ class Replay:
         places += [(s, n, new) for (s, n, _), new in zip(self.changed, self.introduced, strict=True)]
         for slots, name, thing in places:
             if slots.get(name) is not thing:
-                undo.callback(slots.__setitem__, name, slots.get(name))
+                undo.callback(_put_back, slots, name, slots.get(name, _NOTHING))
                 slots[name] = thing
+        undo.callback(refresh_flat_weights, self.survey.modules)
+        refresh_flat_weights(self.survey.modules)
         for tensor, requires in zip(self.survey.tensors, self.survey.requires, strict=True):
             if tensor.requires_grad != requires and tensor.is_leaf:
                 undo.callback(tensor.requires_grad_, not requires)
@@ -304,15 +309,20 @@ def edited_in_place(what: str) -> RuntimeError:
 class Replaying:
     """Marks the code inside as a replay, for `is_replaying`, and runs it in grad mode, like the first run."""
 
-    __slots__ = ("_grad_enabled",)
+    __slots__ = ("_grad_enabled", "_inference")
 
     def __enter__(self) -> None:
         _LOCAL.replays = getattr(_LOCAL, "replays", 0) + 1
         self._grad_enabled = torch.is_grad_enabled()
+        self._inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+        if self._inference is not None:
+            self._inference.__enter__()
         set_grad_enabled(True)
 
     def __exit__(self, *error: object) -> None:
         _LOCAL.replays -= 1
+        if self._inference is not None:
+            self._inference.__exit__(None, None, None)
         set_grad_enabled(self._grad_enabled)
 
 
@@ -334,6 +344,17 @@ def _acquire() -> None:
             f"A branch that draws random numbers or changes buffers waited {_PATIENCE:.0f} s for another thread that "
             "is inside such a branch. Branches of this kind run one at a time; do not let one wait for another."
         )
+
+
+_NOTHING = object()
+
+
+def _put_back(slots: dict[str, Any], name: str, thing: Any) -> None:
+    """Put into a place what was there; nothing, if it was not there."""
+    if thing is _NOTHING:
+        del slots[name]
+    else:
+        slots[name] = thing
 
 
 def _copied(value: Tensor | None, copies: dict[int, Tensor | None]) -> Tensor | None:

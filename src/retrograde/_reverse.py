@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ._block import Block, replaced
 from ._record import Call, Capture, Kept, Record, leaf, rerun
+from ._step import StepError
 from ._streams import Streams
 from ._tape import Losses, Tape, check_untouched
-from ._torch_private import has_forward_hooks, keeps_graph, set_grad_enabled
+from ._torch_private import has_forward_hooks, keeps_graph, set_grad_enabled, versions
 
 
 class Probe(Protocol):
@@ -48,9 +49,15 @@ class ReverseTape(Tape):
             self._probes = {**(self._probes or {}), len(self.records): probe}
 
     def run(self, block: Block, streams: Streams, context: Mapping[str, Any]) -> tuple[Streams, Losses]:
+        given, before = streams, versions(streams)
         streams, losses = super().run(block, streams, context)
         if self._hooks is not None and has_forward_hooks(block):
             check_untouched(block.reorder(self._streams), streams, f"after the block [{block.describe()}]")
+            if versions(given) != before:
+                raise StepError(
+                    f"A hook on the block [{block.describe()}] edited a stream in place, of which the inverse cannot "
+                    "know: make the change a step, or give the block memory='store'."
+                )
         return streams, losses
 
     def close(self, streams: Streams) -> None:

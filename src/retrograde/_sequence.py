@@ -156,6 +156,7 @@ class ReversibleSequence(nn.Module):
             hidden: the blocks after which the streams are wanted too, for deep supervision.
         """
         plan = self._plan if memory is None else as_plan(memory, self._blocks())
+        self._check_depth(plan)
         self._check_context(context)
         wanted = positions(hidden, len(self.blocks))
         streams = self._streams_of(x)
@@ -250,8 +251,8 @@ class ReversibleSequence(nn.Module):
         }
 
     def _place_anchors(self, streams: Streams, context: Mapping[str, Any], tolerance: float) -> Plan:
-        self._drift = None  # measured once
         self._plan = place_anchors(self._blocks(), self.names, self._plan, streams, context, tolerance=tolerance)
+        self._drift = None  # measured once
         return self._plan
 
     def _streams_of(self, x: Input) -> Streams:
@@ -287,6 +288,14 @@ class ReversibleSequence(nn.Module):
             known = f"{list(self.groups)}, or the streams {list(self.names)}" if self.groups else f"{list(self.names)}"
             raise ValueError(f"The stack takes {known}, but {list(x)} were given.")
         return [x[name] for name in self.names]
+
+    def _check_depth(self, plan: Plan) -> None:
+        """Blocks that were added have no place in a plan that was made before."""
+        if min(len(plan.memory), len(self.layer_drop)) < len(self.blocks):
+            raise ValueError(
+                f"The stack has {len(self.blocks)} blocks, a memory plan for {len(plan.memory)} and layer_drop for "
+                f"{len(self.layer_drop)}: blocks were added. Make a new ReversibleSequence of them all."
+            )
 
     def _check_context(self, context: Mapping[str, Any]) -> None:
         """Checked once for each set of names."""

@@ -34,7 +34,8 @@ def split_tensor(x: Tensor, count: int, split: Split, dim: int) -> Streams:
     if split == "duplicate":
         return (dense(x),) * count
     if split == "first":
-        return (dense(x), *(torch.zeros_like(x) for _ in range(count - 1)))
+        first = dense(x)
+        return (first, *(torch.zeros_like(first) for _ in range(count - 1)))
     _check_dim(x, dim, "split")
     if x.shape[dim] % count:
         raise ValueError(

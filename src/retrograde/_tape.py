@@ -69,6 +69,7 @@ class Plain:
         self._call.ambient.look_for_unseen()
         with TakingTurns():
             result = block(streams, context, advance, self._names)
+            self._call.ambient.states = self._call.ambient.read()
         self._call.ambient.look_away()
         return result
 
@@ -164,6 +165,7 @@ class Tape:
                 record.replay.begin(ambient, record.form.habits)
             sources = list(map(streams.__getitem__, wire.sources))
             kwargs = step.takes.select(context) if context else {}
+            record.note_same(sources, kwargs)
             if self._partial:
                 update, aux = _update_keeping(record, target, sources, kwargs)
             else:
@@ -178,6 +180,9 @@ class Tape:
                 record.stayed = Stayed(pending, target, after)
             if step.forgets or not record.form.habits.verified:
                 self._verify(record, target, update)
+        except RuntimeError as error:
+            _refuse_gradients_of_functions(error, step)
+            raise
         finally:
             if not record.form.is_steady:  # a steady one takes no lock
                 record.replay.leave()
@@ -315,11 +320,22 @@ def _update_keeping(record: Record, target: Tensor, sources: list[Tensor], kwarg
     keeping = Keeping(step.keeps)
     with keeping.first:
         found = step.update(sources, kwargs)
-    if keeping.found_nothing():
-        habits.kept_nothing.add(looked_for)
-    else:
+    record.kept = True
+    outcome = keeping.end()
+    if outcome == "kept":
         record.taking = keeping.replay
+    elif outcome == "nothing":
+        habits.kept_nothing.add(looked_for)
     return found
+
+
+def _refuse_gradients_of_functions(error: RuntimeError, step: Step) -> None:
+    """Raise an error with the alternative, where torch objects to the hooks of a tape around torch.func."""
+    if "don't yet support saved tensor hooks" in str(error):
+        raise StepError(
+            f"{step.name} uses torch.func.grad, vjp, jacrev or hessian, which torch forbids under the hooks of a tape. "
+            "Use torch.autograd.grad(..., create_graph=True), or give the block memory='store'."
+        ) from error
 
 
 def check_untouched(expected: Streams, given: Streams, where: str) -> None:

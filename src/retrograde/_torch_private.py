@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import pyfunctorch
 from torch.autograd import forward_ad
-from torch.utils import _pytree
+from torch.utils import _pytree, checkpoint
 
 tree_flatten = _pytree.tree_flatten
 tree_unflatten = _pytree.tree_unflatten
@@ -143,16 +143,16 @@ class Survey:
             seen.extend([(parts["_parameters"], *item) for item in parts["_parameters"].items()])
             if slots := parts["_modules"]:
                 for name, inner in slots.items():
+                    places.append((slots, name))
+                    held.append(inner)
                     if inner is not None:
                         modules.append(inner)
-                        places.append((slots, name))
-                        held.append(inner)
             if slots := parts["_parameters"]:
                 for name, parameter in slots.items():
+                    places.append((slots, name))
+                    held.append(parameter)
                     if parameter is not None:
                         tensors.append(parameter)
-                        places.append((slots, name))
-                        held.append(parameter)
             if slots := parts["_buffers"]:
                 buffers.extend([(slots, name, flag and _may_hide_edits(name, slots[name])) for name in slots])
         self.places = places
@@ -169,6 +169,10 @@ class Survey:
         self._names = [name for _, name, _ in seen]
         self._things = [thing for _, _, thing in seen]
 
+    def has_new_buffers(self) -> bool:
+        """Whether a module has other buffers than it had, as one that a forward registers."""
+        return sum(len(m._buffers) for m in self.modules) != len(self.buffers)
+
     def holds(self) -> bool:
         """Whether a survey made now would find the same. It is asked twice a step: no Python runs for a place."""
         try:
@@ -181,6 +185,50 @@ class Survey:
             and list(map(needs_grad, self.tensors)) == self.requires
             and (not self._flagged or [m.training for m in self.modules] == self.training)
         )
+
+
+class _Kept(dict[Any, Any]):
+    """What a selective checkpoint kept, by operator; of any other operator it says to run it."""
+
+    def __init__(self, kept: dict[Any, Any], runs: object) -> None:
+        super().__init__(kept)
+        self._others = _Others(runs)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(key, self._others)
+
+
+class _Others:
+    def __init__(self, runs: object) -> None:
+        self._runs = runs
+
+    def get(self, index: int) -> object:
+        return self._runs
+
+
+def let_others_run(replay: Any) -> None:
+    """Have the replay of a selective checkpoint run operators of which nothing was kept as often as it likes.
+
+    torch counts all of them. But a cast of a weight that autocast remembered from before is not seen in the first run.
+    """
+    runs, storage = getattr(checkpoint, "_RECOMPUTE", None), getattr(replay, "storage", None)
+    if runs is not None and isinstance(storage, dict):
+        kept = {key: each for key, each in storage.items() if any(entry is not runs for entry in each.values())}
+        replay.storage = _Kept(kept, runs)
+
+
+def left_over(replay: Any) -> bool:
+    """Whether the replay of a selective checkpoint left results that were kept: it took those of others, then."""
+    stored = getattr(replay, "storage", {}).values()
+    entries = [entry for each in stored for entry in (each.values() if isinstance(each, dict) else each)]
+    return any(hasattr(leaf, "val") for leaf in tree_flatten(entries)[0])
+
+
+def refresh_flat_weights(modules: Iterable[nn.Module]) -> None:
+    """Have recurrent modules read the weights in their places: they hold a list of them besides."""
+    for module in modules:
+        if isinstance(module, nn.RNNBase):
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
 def has_hooks(module: nn.Module) -> bool:
