@@ -29,6 +29,17 @@ def counted():
     print(f"on {torch.get_num_threads()} threads")
     return make()
 
+def two():
+    return nn.Sequential(make()[0], make()[0]), torch.randn(16, 32)
+
+def wrong_shape():
+    return make()[0], torch.randn(4, 9)
+
+def refuses():
+    class Refuses(nn.Module):
+        def forward(self, x): raise ValueError("size 32 is odd")
+    return nn.Sequential(Refuses(), make()[0]), torch.randn(4, 32)
+
 def plain():
     return nn.Linear(2, 2), torch.randn(2, 2)
 """
@@ -42,14 +53,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_plan_is_printed_beside_what_was_measured_and_saved(run: Any, tmp_path: Path) -> None:
-    result = run("planned_model.py:make", "--budget", "2MiB", "--save", "plan.json", "--plot", "curve.png")
+    result = run("planned_model.py:make", "--budget", "2MiB", "--save", "new/plan.json", "--plot", "curve")
     assert result.exit_code == 0, result.output
     for name in ("store", "checkpoint each block", "checkpoint √n", "reverse", "this budget's plan"):
         assert name in result.stdout
-    plan = rg.Plan.from_json((tmp_path / "plan.json").read_text())
+    plan = rg.Plan.from_json((tmp_path / "new/plan.json").read_text())
     assert len(plan.memory) == 6
     assert str(plan) in result.stdout
-    assert (tmp_path / "curve.png").stat().st_size > 10_000
+    assert (tmp_path / "curve").stat().st_size > 10_000
 
 
 def test_json_is_all_that_is_printed(run: Any) -> None:
@@ -58,6 +69,19 @@ def test_json_is_all_that_is_printed(run: Any) -> None:
     assert found["memory"] == ["store"] * 6
     assert {way["name"] for way in found["ways"]} >= {"store", "reverse", "checkpoint √n"}
     assert found["minimum"] <= found["peak"]
+
+
+@pytest.mark.usefixtures("run")
+def test_a_terminal_without_a_root_sign_gets_a_word() -> None:
+    result = CliRunner(charset="ascii").invoke(app, ["plan", "planned_model.py:make", "--budget", "1GiB"])
+    assert result.exit_code == 0, result.output
+    assert "checkpoint sqrt(n)  " in result.stdout
+
+
+def test_of_several_stacks_one_is_planned_by_its_name(run: Any) -> None:
+    result = run("planned_model.py:two", "--budget", "1GiB", "--stack", "1", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["memory"] == ["store"] * 6
 
 
 def test_the_model_runs_on_as_many_threads_as_asked_for(run: Any) -> None:
@@ -74,6 +98,11 @@ def test_the_model_runs_on_as_many_threads_as_asked_for(run: Any) -> None:
         (("planned_model.py:make", "--budget", "a lot"), 2, "not a size"),
         (("planned_model.py:plain", "--budget", "1GiB"), 1, "0 ReversibleSequences"),
         (("nowhere.py:make", "--budget", "1GiB"), 2, "There is no file nowhere.py"),
+        (("planned_model.py:two", "--budget", "1GiB"), 1, "2 ReversibleSequences, where a plan is for one: 0, 1."),
+        (("planned_model.py:two", "--budget", "1GiB", "--stack", "2"), 2, "ReversibleSequences are '0', '1'"),
+        (("planned_model.py:wrong_shape", "--budget", "1GiB"), 1, "Cannot plan: a training step raised RuntimeError"),
+        (("planned_model.py:refuses", "--budget", "1GiB"), 1, "size 32 is odd"),
+        (("planned_model.py:make", "--budget", "1GiB", "--save", "planned_model.py/p"), 2, "--save planned_model.py/p"),
     ],
 )
 def test_a_mistake_is_told_in_a_sentence(run: Any, args: tuple[str, ...], status: int, sentence: str) -> None:

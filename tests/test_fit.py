@@ -280,11 +280,17 @@ def test_the_mode_reaches_stacks_inside_other_modules() -> None:
     assert [m.memory.memory for m in outer.modules() if isinstance(m, rg.ReversibleSequence)] == [("checkpoint",)] * 2
 
 
+def test_a_file_is_run_whatever_its_name(factories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "model.v2", sys)  # so that it is taken out again
+    named = factories.rename(factories.with_name("model.v2.py"))  # as no import statement could write it
+    assert _trial._load(f"{named}:sized").__code__.co_filename == str(named)
+
+
 def test_the_default_loss_reaches_every_output() -> None:
     x = torch.ones(2, requires_grad=True)
     _trial.mean_of_outputs({"a": 2 * x, "rest": (3 * x, [x.detach(), "text"])}).backward()
     assert torch.equal(x.grad, torch.full((2,), 2.5))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"nothing requires grad.*return a loss"):
+    with pytest.raises(TypeError, match=r"no tensor was found that requires grad.*return a loss"):
         _trial.mean_of_outputs((x.detach(),))
 
 

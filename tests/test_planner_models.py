@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,19 @@ class Wide(nn.Module):
         return (x @ self.weight).repeat(1, self.times).tanh().sin().unflatten(1, (self.times, WIDTH)).mean(1)
 
 
+class Casting(nn.Module):
+    """A branch with an autocast of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            update: Tensor = self.mlp(x)
+        return update.float()
+
+
 def by_attribute() -> Made:
     sizes = iter([1, 6] * DEPTH)
     return alone(stack_of(lambda: Wide(next(sizes))))
@@ -136,6 +149,9 @@ MODELS: dict[str, Callable[[], Made]] = {
     "exact": lambda: alone(stack_of(exact=True)),
     "context": lambda: around("context", Reading),
     "autocast": lambda: around("autocast"),
+    "autocast in branches": lambda: alone(
+        rg.ReversibleSequence([rg.two_stream(Casting(), Casting()) for _ in range(DEPTH)])
+    ),
     "auxiliary losses": with_losses,
     "tied": tied,
     "partly frozen": partly_frozen,
@@ -181,6 +197,64 @@ def test_the_predicted_peak_is_within_5_percent_of_the_measured_one(name: str, m
     assert expected.peak == pytest.approx(measured(model, batch).peak, rel=0.05)
 
 
+def test_the_peak_of_a_single_block_is_predicted() -> None:
+    stack = rg.ReversibleSequence([rg.two_stream(mlp(), mlp())])
+    batch = torch.randn(ROWS, WIDTH)
+    chain = measure(stack, batch)
+    for mode, memory in chain.uniform().items():
+        stack.memory = mode
+        assert predict(chain, memory).peak == pytest.approx(measured(stack, batch).peak, rel=0.05), mode
+
+
+def test_a_batch_keeps_its_graph_and_gets_no_gradient() -> None:
+    """One plans with what a training script has at hand: the output of an embedding, an input with a gradient."""
+    embed, stack = nn.Linear(WIDTH, WIDTH), stack_of(Reading)
+    batch = embed(torch.randn(ROWS, WIDTH))
+    encoded = torch.randn(ROWS, WIDTH, requires_grad=True)
+    model = Around(stack, "context")
+    model.forward = lambda x, encoded: stack(x, encoded=encoded)  # type: ignore[method-assign]
+    compare(model, (batch, encoded), plan(model, (batch, encoded), "1GiB"))
+    assert encoded.grad is None
+    batch.sum().backward()
+    assert embed.weight.grad is not None
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    hidden: Any = None
+
+
+def test_a_model_may_return_a_dataclass() -> None:
+    model, _, batch = around("hidden")
+    plain = measure(model, batch)
+    with model.register_forward_hook(lambda _, __, output: Output(output)):
+        assert [b.modes["store"].held for b in measure(model, batch).blocks] == [
+            b.modes["store"].held for b in plain.blocks
+        ]
+
+
+NOTHING_TO_TRAIN: dict[str, tuple[Any, str]] = {
+    "a vector": (lambda y: y.mean(0), r"The loss is a tensor of shape \(32,\)"),
+    "a float": (lambda y: y.mean().item(), "The loss is a float"),
+    "without grad": (lambda y: y.mean().detach(), "The loss does not require grad"),
+    "of something else": (lambda y: torch.ones((), requires_grad=True), "does not reach the ReversibleSequence"),
+    "of a frozen model": (None, "The loss does not require grad"),
+    "of whole numbers": (None, "a value of type Tensor, in which no floating-point tensor"),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING_TO_TRAIN)
+def test_a_step_that_trains_nothing_in_the_stack_is_refused(case: str) -> None:
+    model, _, batch = around("hidden")
+    model.requires_grad_(case != "of a frozen model")
+    if case == "of whole numbers":
+        model.register_forward_hook(lambda _, __, output: output.argmax(-1))
+    loss, sentence = NOTHING_TO_TRAIN[case]
+    with pytest.raises(ValueError, match=sentence):
+        plan(model, batch, "1GiB", loss=loss)
+
+
 @pytest.mark.parametrize("name", ["auxiliary losses", "hidden states", "context", "exact"])
 def test_a_plan_is_compared_with_every_way_to_do_without_one(name: str) -> None:
     model, stack, batch = around("hidden") if name == "hidden states" else MODELS[name]()
@@ -217,7 +291,7 @@ def test_what_there_is_no_room_for_is_predicted_and_not_run(monkeypatch: pytest.
 def test_a_machine_that_changed_its_speed_is_told_of() -> None:
     model, stack, batch = alone(stack_of())
     planned = plan(model, batch, "1GiB")
-    steady = Comparison((), (), slowdown=1.05)
+    steady = Comparison((), planned.chain, slowdown=1.05)
     assert "changed" not in steady.table()
     assert "changed its speed: storing everything took x1.88" in replace(steady, slowdown=1.88).table()
     assert "x0.50" in replace(steady, slowdown=0.5).table()

@@ -68,6 +68,21 @@ def test_a_plan_that_is_edited_by_hand_is_another_plan_and_is_checked() -> None:
         PLAN.memory = ()  # type: ignore[misc]
 
 
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[]", "by name, but a list was given"),
+        ("{}", "a list with a mode for each block, but none was given"),
+        ('{"memory": "reverse"}', r"not memory='reverse': write Plan\.uniform"),
+        ('{"memory": ["reverse"], "anchors": ["0"]}', r"the numbers of blocks, not \['0'\]"),
+        ('{"memory": ["reverse"], "anchors": [0.5]}', r"the numbers of blocks, not \[0\.5\]"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_refused(text: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        rg.Plan.from_json(text)
+
+
 @pytest.mark.parametrize("how", ["constructor", "assigned", "for a call"])
 def test_a_plan_of_every_mode_is_applied_and_gives_the_gradients_of_stored_activations(how: str) -> None:
     x = torch.randn(4, 8, dtype=torch.float64)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 from ._block import Block
@@ -46,8 +47,16 @@ class Plan:
     anchors: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
+        if isinstance(self.memory, str):
+            raise ValueError(
+                f"A plan has a list with a mode for each block, not memory={self.memory!r}: write "
+                f"Plan.uniform({self.memory!r}, blocks)."
+            )
         object.__setattr__(self, "memory", tuple(self.memory))
-        object.__setattr__(self, "anchors", frozenset(self.anchors))
+        anchors: list[Any] = list(self.anchors)
+        if odd := [a for a in anchors if not isinstance(a, Integral)]:
+            raise ValueError(f"Anchors are the numbers of blocks, not {odd}.")
+        object.__setattr__(self, "anchors", frozenset(map(int, anchors)))
         for mode in self.memory:
             check_memory(mode)
         outside = [a for a in sorted(self.anchors) if not 0 <= a < len(self.memory)]
@@ -65,9 +74,13 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        if not isinstance(data, Mapping):
+            raise ValueError(f"A plan has 'memory' and 'anchors' by name, but a {type(data).__name__} was given.")
         if unknown := set(data) - {"memory", "anchors"}:
             raise ValueError(f"A plan has 'memory' and 'anchors', but {sorted(unknown)} were given.")
-        return cls(tuple(data["memory"]), frozenset(data.get("anchors", ())))
+        if "memory" not in data:
+            raise ValueError("A plan has 'memory', a list with a mode for each block, but none was given.")
+        return cls(data["memory"], data.get("anchors", ()))
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict())

@@ -21,7 +21,7 @@ def table(rows: Sequence[Row], title: str) -> Any:
     for name in ("", "time", "quartiles", "ms a step", "peak", "of store"):
         found.add_column(name, justify="right" if name else "left", no_wrap=True)
     for row in rows:
-        quartiles = f"{row.low:.2f}–{row.high:.2f}"
+        quartiles = f"{row.low:.2f}-{row.high:.2f}"
         share = f"{100 * row.peak / stored:.0f}%"
         found.add_row(row.name, f"x{row.ratio:.2f}", quartiles, f"{1e3 * row.seconds:.1f}", show_size(row.peak), share)
     return found
@@ -51,4 +51,5 @@ class Picture:
         ax.set_xlim(left=0)
         ax.grid(alpha=0.25)
         figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-        figure.savefig(path, dpi=140)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=140, format=path.suffix[1:] or "png")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor, nn
+
+from retrograde._torch_private import tree_map
 
 
 def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -21,12 +24,25 @@ def call(model: nn.Module, batch: Any) -> Any:
     return model(*args, **kwargs)
 
 
+def leaf(value: Any) -> Any:
+    """A tensor without the graph that made it, and with a gradient of its own; what is no tensor stays as it is."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def cut_off(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch as the arguments of one training step, which leaves no gradient in it and no graph behind it used up."""
+    args, kwargs = tree_map(leaf, arguments(batch))
+    return args, kwargs
+
+
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in nested containers."""
+    """The tensors in nested containers, dataclasses among them."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
         value = list(value.values())
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in fields(value)]
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [t for item in value for t in tensors_in(item)]
     return []

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from retrograde._plan import Plan
 from retrograde._sequence import ReversibleSequence
 from retrograde._streams import Streams
 
-from ._costs import predict
-from ._planner import Planned, driven_by, pareto
+from ._costs import ChainCost, predict
+from ._planner import Planned, driven_by, pareto, the_stack
 from ._room import has_room
 from ._sizes import show_size
 from ._steps import least_seconds, mean_square, measured, planned_as, timed, undisturbed
@@ -53,8 +53,13 @@ class Comparison:
     """
 
     rows: tuple[Row, ...]
-    curve: tuple[Planned, ...]
+    chain: ChainCost
     slowdown: float = 1.0
+
+    @cached_property
+    def curve(self) -> tuple[Planned, ...]:
+        """Searched for when it is drawn: one search for each of its points, which deep chains make felt."""
+        return tuple(pareto(self.chain))
 
     def table(self) -> str:
         head = f"{'':<22} {'peak':>10} {'predicted':>10} {'time':>6} {'predicted':>9}  plan"
@@ -90,11 +95,12 @@ def compare(
     planned: Planned,
     *,
     loss: Any = None,
-    stack: ReversibleSequence,
+    stack: ReversibleSequence | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Comparison:
     """Run steps of each kind for real, interleaved, and hold them against what was predicted."""
     chain, loss = planned.chain, loss or mean_square
+    stack = the_stack(model) if stack is None else stack
     ways = _ways(planned)
     expected = {name: predict(chain, plan.memory) for name, plan in ways.items() if plan is not None}
     stored = expected[_STORE]
@@ -123,7 +129,7 @@ def compare(
         )
         for name, plan in ways.items()
     ]
-    return Comparison(tuple(rows), tuple(pareto(chain)), base / stored.seconds)
+    return Comparison(tuple(rows), chain, base / stored.seconds)
 
 
 def _ways(planned: Planned) -> dict[str, Plan | None]:

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from retrograde._plan import INVERTING, Memory
@@ -91,6 +93,11 @@ class ChainCost:
     context: int = 0
     head_backward: int = 0
 
+    @cached_property
+    def _gradients_after(self) -> tuple[int, ...]:
+        """For each block, the bytes of the gradients of the blocks after it."""
+        return tuple(accumulate((b.gradients for b in reversed(self.blocks[1:])), initial=0))[::-1]
+
     def mode(self, block: int, memory: Memory) -> ModeCost:
         """The costs of a block in a mode; the last block of a chain has its own.
 
@@ -117,8 +124,7 @@ class ChainCost:
     def moments(self, block: int, memory: Memory, held: int, cached: int = 0) -> Iterator[int]:
         """The bytes alive at a block's worst moments, if the blocks before it hold `held`, and autocast `cached`."""
         mode = self.mode(block, memory)
-        after = sum(b.gradients for b in self.blocks[block + 1 :])
-        after += self.context if block + 1 < len(self.blocks) else 0
+        after = self._gradients_after[block] + (self.context if block + 1 < len(self.blocks) else 0)
         yield self.before + held + cached + mode.forward_peak
         yield self.before + held + self.head_left + after + mode.backward_peak
 

@@ -34,6 +34,7 @@ Vary = Literal["batch", "length", "depth"]
 Outcome = Literal["running", "fits", "too large"]
 
 _POLL = 0.02
+_TRIAL = "from retrograde.planning._trial import run; run()"
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}  # a setting of the user's own has precedence
 
 
@@ -222,7 +223,7 @@ def _run(arguments: dict[str, Any], limit: int, timeout: float) -> tuple[bool, i
     """Start the process, end it where it passes the limit, and read its report: whether it fits, and its peak."""
     with tempfile.TemporaryDirectory() as folder:
         report, errors = Path(folder, "report.json"), Path(folder, "errors.txt")
-        command = [sys.executable, "-m", "retrograde.planning._trial", json.dumps({**arguments, "report": str(report)})]
+        command = [sys.executable, "-c", _TRIAL, json.dumps({**arguments, "report": str(report)})]
         environment = {**_ALLOCATOR, **os.environ, "PYTHONPATH": os.pathsep.join([e or os.getcwd() for e in sys.path])}
         with errors.open("wb") as stream:
             process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=stream)

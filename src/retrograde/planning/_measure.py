@@ -6,7 +6,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from retrograde._streams import Streams
 from retrograde._torch_private import tree_flatten, tree_map
 from retrograde.diagnose import MemoryTracker
 
+from ._batches import leaf
 from ._costs import BlockCost, ModeCost
 
 Progress = Callable[[str, int, int], None]
@@ -43,12 +44,20 @@ class Surroundings:
     names: tuple[StreamName, ...]
     context: Mapping[str, Any]
     ambient: Ambient
+    autocasts: bool
 
     @classmethod
     def of_call(cls, names: tuple[StreamName, ...], streams: Streams, context: Mapping[str, Any]) -> Surroundings:
         """As they are now, at the start of a call. The context is cut from the graph that made it."""
-        own = tree_map(_leaf, dict(context))
-        return cls(names, own, Ambient(list(dict.fromkeys(s.device for s in streams)), ()))
+        own = tree_map(leaf, dict(context))
+        devices = list(dict.fromkeys(s.device for s in streams))
+        autocasts = any(torch.is_autocast_enabled(d.type) for d in devices if d.type != "meta")
+        return cls(names, own, Ambient(devices, ()), autocasts)
+
+    def again(self) -> AbstractContextManager[Any]:
+        """Autocast as it was. Where there was none, no context for it: a branch's own autocast empties its cache when
+        it ends, unless it is inside of another."""
+        return self.ambient.again() if self.autocasts or not self.ambient.holds_now() else nullcontext()
 
     def leaves(self) -> list[Tensor]:
         """The tensors of the context that get a gradient."""
@@ -56,7 +65,7 @@ class Surroundings:
 
     def run(self, block: Block, streams: Streams, mode: Memory, *, keeps_last: bool) -> tuple[Streams, Losses]:
         """One block as it runs inside a chain, on streams that are prepared; with its auxiliary losses."""
-        with torch.enable_grad(), self.ambient.again():
+        with torch.enable_grad(), self.again():
             call = None if mode == "store" else Call(self.names, streams, self.context)
             runner = runner_for(mode, call, self.names, [block], keeps_last=keeps_last)
             try:
@@ -65,10 +74,6 @@ class Surroundings:
             finally:
                 runner.leave()
         return streams, losses
-
-
-def _leaf(value: Any) -> Any:
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 def measure_blocks(
@@ -99,7 +104,7 @@ def measure_blocks(
         with untouched(block):
             outputs, _ = around.run(block, streams, "store", keeps_last=True)
         grid.after(block)
-        streams = tuple(_leaf(o) for o in outputs)
+        streams = tuple(leaf(o) for o in outputs)
         del outputs
     if progress is not None:
         progress("blocks", len(blocks), len(blocks))
@@ -216,7 +221,7 @@ class _Run:
             with memory.phase("forward") as forward:
                 entered = self._entered()
                 inputs = Alive(entered)
-                with self._around.ambient.again():  # which holds its cache until here
+                with self._around.again():  # which holds its cache until here
                     outputs, losses = self._forward(entered)
                     del entered
                     cached = memory.live

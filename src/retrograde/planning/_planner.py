@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from retrograde._plan import Memory, Plan
@@ -22,7 +21,7 @@ from ._measure import Progress, Surroundings, measure_blocks
 from ._room import has_room
 from ._search import cheapest, smallest
 from ._sizes import parse_size, show_size
-from ._steps import least_seconds, mean_square, planned_as, timed, undisturbed
+from ._steps import least_seconds, loss_of, mean_square, planned_as, timed, undisturbed
 
 
 class BudgetError(ValueError):
@@ -132,15 +131,16 @@ def measure(
     progress: Progress | None = None,
 ) -> ChainCost:
     """What every block of a model's stack costs in each memory mode, and what surrounds the stack."""
-    stack = _the_stack(model) if stack is None else stack
+    stack = the_stack(model) if stack is None else stack
     loss = loss or mean_square
     with undisturbed(model):
         around = _measure_around(model, batch, stack, loss)
         blocks, last, outputs = measure_blocks(stack, around.streams, around.surroundings, progress)
     used = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in outputs}.values())
     if not around.made and not stack.exact:  # streams that are put on a grid are the stack's own
+        if len(blocks) == 1:
+            last = _given(replace(blocks[0], modes=last)).modes
         blocks[0] = _given(blocks[0])
-        last = last if len(blocks) > 1 else {}
     chain = ChainCost(
         tuple(blocks), used, around.before, around.head_peak, 0, 0.0, stack.memory.anchors, last,
         sum(t.numel() * t.element_size() for t in around.surroundings.leaves()),
@@ -179,14 +179,17 @@ def _given(block: BlockCost) -> BlockCost:
     return BlockCost(0, block.gradients, modes)
 
 
-def _the_stack(model: nn.Module) -> ReversibleSequence:
-    stacks = [m for m in model.modules() if isinstance(m, ReversibleSequence)]
-    if len(stacks) != 1:
+def the_stack(model: nn.Module) -> ReversibleSequence:
+    stacks = {name: m for name, m in model.named_modules() if isinstance(m, ReversibleSequence)}
+    if not stacks:
+        raise ValueError(f"{type(model).__name__} has 0 ReversibleSequences, where a plan is for one: put one into it.")
+    if len(stacks) > 1:
+        names = ", ".join(name or "the model itself" for name in stacks)
         raise ValueError(
-            f"The model has {len(stacks)} ReversibleSequences, where a plan is for one: "
-            f"{'put one into it' if not stacks else 'name it with stack=...'}."
+            f"The model has {len(stacks)} ReversibleSequences, where a plan is for one: {names}. Choose it with "
+            "stack=model.get_submodule(name); on the command line, with --stack name."
         )
-    return stacks[0]
+    return next(iter(stacks.values()))
 
 
 @dataclass(frozen=True)
@@ -204,13 +207,11 @@ class _Around:
 
 def _measure_around(model: nn.Module, batch: Any, stack: ReversibleSequence, loss: Any) -> _Around:
     """Run the model once for bytes, with a look when the stack begins, ends, and is entered by the backward pass."""
-    args, kwargs = arguments(batch)
     seen: dict[str, Any] = {}
-    tracker = MemoryTracker(ignore=[model, *tensors_in((args, kwargs))])
+    tracker = MemoryTracker(ignore=[model, *tensors_in(arguments(batch))])
     with tracker as memory, _observed(stack, memory, seen), memory.phase("outside") as outside:
         seen["phase"] = outside
-        with torch.enable_grad():
-            end = loss(model(*args, **kwargs))
+        end = loss_of(model, batch, loss)
         seen["head_peak"], outside.peak = outside.peak, memory.live
         end.backward()
     if "streams" not in seen:
@@ -219,6 +220,11 @@ def _measure_around(model: nn.Module, batch: Any, stack: ReversibleSequence, los
         raise ValueError(
             f"The model called its ReversibleSequence {seen['calls']} times in one step, and what it needs is measured "
             "for one call. Plan each call as a stack of its own, or choose its memory by hand."
+        )
+    if "entered" not in seen:
+        raise ValueError(
+            "The backward pass does not reach the ReversibleSequence, so there is nothing to plan: the loss does not "
+            "depend on its outputs, or nothing in it or before it requires grad."
         )
     return _Around(
         seen["streams"], seen["surroundings"], seen["before"] - seen["made"], seen["made"],

@@ -51,5 +51,5 @@ def draw(comparison: Comparison, path: Path) -> Path:
     axes.grid(alpha=0.25)
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, format=path.suffix[1:] or "png")
     return path

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from retrograde._plan import Memory
@@ -26,12 +27,23 @@ _MANY = 20_000
 
 class _Choice(NamedTuple):
     """Modes for the first blocks: what they hold and what is cached of them (all but the last one's part), the time,
-    and the modes themselves."""
+    and the mode of the last of them, after the choice for those before it."""
 
     held: int
     cached: int
     seconds: float
-    memory: tuple[Memory, ...]
+    before: _Choice | None = None
+    mode: Memory | None = None
+
+    @property
+    def memory(self) -> tuple[Memory, ...]:
+        """The modes of all blocks so far."""
+        modes: list[Memory] = []
+        choice: _Choice | None = self
+        while choice is not None and choice.mode is not None:
+            modes.append(choice.mode)
+            choice = choice.before
+        return tuple(reversed(modes))
 
 
 def cheapest(chain: ChainCost, budget: int) -> tuple[Memory, ...] | None:
@@ -40,8 +52,8 @@ def cheapest(chain: ChainCost, budget: int) -> tuple[Memory, ...] | None:
     if found is None:
         found = _sweep(chain, budget, grain=max(1, budget // 4096))
     assert found is not None
-    fitting = [c for c in found if predict(chain, c.memory).peak <= budget]
-    return min(fitting, key=lambda c: c.seconds).memory if fitting else None
+    by_time = sorted(found, key=lambda c: c.seconds)
+    return next((c.memory for c in by_time if predict(chain, c.memory).peak <= budget), None)
 
 
 def smallest(chain: ChainCost) -> int:
@@ -64,10 +76,10 @@ def _common(chain: ChainCost) -> set[Memory]:
 
 def _sweep(chain: ChainCost, budget: int, *, grain: int) -> list[_Choice] | None:
     """All choices that may be part of a fastest plan; None if they become too many."""
-    choices = [_Choice(0, 0, chain.seconds_outside, ())]
+    choices = [_Choice(0, 0, chain.seconds_outside)]
     for i in range(len(chain.blocks)):
         grown = _extended(chain, i, choices, budget, grain)
-        by_mode = {mode: _undominated(c for c in grown if c.memory[-1] == mode) for mode in chain.blocks[i].modes}
+        by_mode = {mode: _undominated(c for c in grown if c.mode == mode) for mode in chain.blocks[i].modes}
         choices = [choice for kept in by_mode.values() for choice in kept]
         if len(choices) > _MANY and grain == 1:
             return None
@@ -76,17 +88,17 @@ def _sweep(chain: ChainCost, budget: int, *, grain: int) -> list[_Choice] | None
 
 def _extended(chain: ChainCost, i: int, choices: Sequence[_Choice], budget: int, grain: int) -> list[_Choice]:
     """The choices with one more block, without those that are over the budget."""
+    modes = {mode: (chain.mode(i, mode).seconds, *chain.moments(i, mode, 0, 0)) for mode in chain.blocks[i].modes}
+    last = chain.blocks[i - 1].modes if i else ()
+    added = {(a, b): (chain.carried(i - 1, a, b), chain.mode(i - 1, a).cached) for a in last for b in modes}
     grown = []
     for choice in choices:
-        for mode in chain.blocks[i].modes:
-            held, cached = choice.held, choice.cached
-            if i:
-                held += chain.carried(i - 1, choice.memory[-1], mode)
-                held = -(-held // grain) * grain
-                cached += chain.mode(i - 1, choice.memory[-1]).cached
-            if all(moment <= budget for moment in chain.moments(i, mode, held, cached)):
-                seconds = choice.seconds + chain.mode(i, mode).seconds
-                grown.append(_Choice(held, cached, seconds, (*choice.memory, mode)))
+        for mode, (seconds, forward, backward) in modes.items():
+            held, cached = (0, 0) if choice.mode is None else added[choice.mode, mode]
+            held = -(-(choice.held + held) // grain) * grain
+            cached += choice.cached
+            if held + cached + forward <= budget and held + backward <= budget:
+                grown.append(_Choice(held, cached, choice.seconds + seconds, choice, mode))
     return grown
 
 
@@ -94,7 +106,7 @@ def _undominated(choices: Iterable[_Choice]) -> list[_Choice]:
     """Those for which no other holds as little, caches as little and takes as little time."""
     kept: list[_Choice] = []
     stairs: list[tuple[int, float]] = []  # of those that are kept: the least time for what is cached, going down
-    for choice in sorted(choices):
+    for choice in sorted(choices, key=itemgetter(0, 1, 2)):
         at = bisect_right(stairs, (choice.cached, math.inf))
         if at and stairs[at - 1][1] <= choice.seconds:
             continue
@@ -107,10 +119,8 @@ def _undominated(choices: Iterable[_Choice]) -> list[_Choice]:
 
 def _lightest(chain: ChainCost, budget: int) -> tuple[Memory, ...] | None:
     """Any plan within the budget, whatever its time."""
-    choices = [_Choice(0, 0, 0.0, ())]
+    choices = [_Choice(0, 0, 0.0)]
     for i in range(len(chain.blocks)):
         grown = [choice._replace(seconds=0.0) for choice in _extended(chain, i, choices, budget, 1)]
-        modes = {choice.memory[-1] for choice in grown}
-        choices = [c for mode in modes for c in _undominated(c for c in grown if c.memory[-1] == mode)]
-    fitting = [c.memory for c in choices if predict(chain, c.memory).peak <= budget]
-    return fitting[0] if fitting else None
+        choices = [c for mode in chain.blocks[i].modes for c in _undominated(c for c in grown if c.mode == mode)]
+    return next((c.memory for c in choices if predict(chain, c.memory).peak <= budget), None)

@@ -15,7 +15,7 @@ from retrograde._plan import Memory, Plan
 from retrograde._sequence import ReversibleSequence
 from retrograde.diagnose import MemoryTracker
 
-from ._batches import arguments, tensors_in
+from ._batches import arguments, cut_off, tensors_in
 from ._costs import Prediction
 from ._measure import ROUNDS, Progress, rounds, untouched, wait
 
@@ -26,14 +26,34 @@ Way = Callable[[], AbstractContextManager[None]]
 
 def mean_square(output: Any) -> Tensor:
     """A loss for any output: the mean square of its floating-point tensors, summed."""
-    return torch.stack([t.float().square().mean() for t in tensors_in(output) if t.is_floating_point()]).sum()
+    means = [t.float().square().mean() for t in tensors_in(output) if t.is_floating_point()]
+    if not means:
+        raise ValueError(
+            f"The model returned a value of type {type(output).__name__}, in which no floating-point tensor was found "
+            "to make a loss of. Give a loss too, a function that makes a scalar of it."
+        )
+    return torch.stack(means).sum()
 
 
 def step(model: nn.Module, batch: Any, loss: Any) -> None:
     """Forward and backward."""
-    args, kwargs = arguments(batch)
+    loss_of(model, batch, loss).backward()
+
+
+def loss_of(model: nn.Module, batch: Any, loss: Any) -> Tensor:
+    """Forward; raises where there is nothing to go backward from."""
+    args, kwargs = cut_off(batch)
     with torch.enable_grad():
-        loss(model(*args, **kwargs)).backward()
+        found = loss(model(*args, **kwargs))
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        kind = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise ValueError(f"The loss is {kind}, and a training step starts from one number: return a scalar tensor.")
+    if not found.requires_grad:
+        raise ValueError(
+            "The loss does not require grad, so that there is no backward pass to plan for: all parameters that it "
+            "depends on are frozen, or the model runs without gradients. Let requires_grad be True for what is trained."
+        )
+    return found
 
 
 def timed(model: nn.Module, batch: Any, loss: Any) -> float:

@@ -1,12 +1,14 @@
-"""One training run of one size in a process of its own: `python -m retrograde.planning._trial`, started by `fit`."""
+"""One training run of one size in a process of its own, started by `fit`."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -81,19 +83,30 @@ def mean_of_outputs(output: Any) -> Tensor:
     means = [tensor.float().mean() for tensor in tensors_in(output) if tensor.requires_grad]
     if not means:
         raise TypeError(
-            f"The model returned {type(output).__name__}, in which nothing requires grad. Let the factory return a "
-            "loss too: (model, batch, loss)."
+            f"The model returned {type(output).__name__}, in which no tensor was found that requires grad. Where one "
+            "is, let the factory return a loss too: (model, batch, loss). Where none is, nothing is trained: unfreeze "
+            "some parameters."
         )
     return torch.stack(means).sum()
 
 
 def _load(target: str) -> Callable[..., Any]:
     place, _, name = target.rpartition(":")
-    if place.endswith(".py"):
-        sys.path.insert(0, str(Path(place).resolve().parent))  # its neighbours can be imported, as when it is run
-        place = Path(place).stem
-    factory: Callable[..., Any] = getattr(importlib.import_module(place), name)
+    module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    factory: Callable[..., Any] = getattr(module, name)
     return factory
+
+
+def _from_file(path: Path) -> ModuleType:
+    """Run a file whatever its name, which may be one that no import statement could write."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))  # its neighbours can be imported, as when it is run
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def _limit_accelerator(memory_limit: int) -> None:
@@ -122,6 +135,7 @@ def peak_resident(status: Path) -> int:
     return 0  # the process is ending, and has no memory any more
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """What the process does: its argument says what to try, and where to tell of it."""
     given = json.loads(sys.argv[1])
     Path(given["report"]).write_text(json.dumps(main(given)), encoding="utf-8")
