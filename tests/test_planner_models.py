@@ -144,6 +144,28 @@ def by_attribute() -> Made:
     return alone(stack_of(lambda: Wide(next(sizes))))
 
 
+class ScaleAndShift(nn.Module):
+    """A branch of two products for an affine coupling, whose first replay takes more memory than later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.scale(x).tanh(), self.shift(x)
+
+
+def affine() -> Made:
+    torch.manual_seed(0)
+    pairs = [(ScaleAndShift(), ScaleAndShift()) for _ in range(DEPTH)]
+    return alone(rg.ReversibleSequence([rg.two_stream(f, g, coupling=rg.couplings.Affine()) for f, g in pairs]))
+
+
+def exact_momentum() -> Made:
+    torch.manual_seed(0)
+    return alone(rg.ReversibleSequence([rg.momentum(mlp(), gamma=0.9) for _ in range(DEPTH)], exact=True))
+
+
 MODELS: dict[str, Callable[[], Made]] = {
     "dropout": lambda: alone(stack_of(lambda: nn.Sequential(mlp(), nn.Dropout(0.1)))),
     "exact": lambda: alone(stack_of(exact=True)),
@@ -157,6 +179,8 @@ MODELS: dict[str, Callable[[], Made]] = {
     "partly frozen": partly_frozen,
     "functions": without_names,
     "attributes": by_attribute,
+    "affine": affine,
+    "exact momentum": exact_momentum,
 }
 PLANS: dict[str, rg.Plan] = {
     "store": rg.Plan(("store",) * DEPTH),
