@@ -17,7 +17,7 @@ import retrograde as rg
 from retrograde.cli._app import app
 
 MODEL = """
-import torch, retrograde as rg
+import collections, torch, retrograde as rg
 from torch import nn
 
 def make():
@@ -39,6 +39,17 @@ def refuses():
     class Refuses(nn.Module):
         def forward(self, x): raise ValueError("size 32 is odd")
     return nn.Sequential(Refuses(), make()[0]), torch.randn(4, 32)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stack = make()[0]
+
+    def forward(self, x):
+        return self.stack(x)
+
+def named():
+    return Net(), collections.UserDict(x=torch.randn(8, 32))
 
 def plain():
     return nn.Linear(2, 2), torch.randn(2, 2)
@@ -82,6 +93,12 @@ def test_of_several_stacks_one_is_planned_by_its_name(run: Any) -> None:
     result = run("planned_model.py:two", "--budget", "1GiB", "--stack", "1", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["memory"] == ["store"] * 6
+
+
+def test_a_batch_by_name_may_be_any_mapping(run: Any) -> None:
+    """As the tokenizers of transformers return one."""
+    result = run("planned_model.py:named", "--budget", "1GiB")
+    assert result.exit_code == 0, result.output
 
 
 def test_the_model_runs_on_as_many_threads_as_asked_for(run: Any) -> None:

@@ -166,6 +166,12 @@ def exact_momentum() -> Made:
     return alone(rg.ReversibleSequence([rg.momentum(mlp(), gamma=0.9) for _ in range(DEPTH)], exact=True))
 
 
+def midpoint() -> Made:
+    """Blocks whose input passes through them as one of their outputs."""
+    torch.manual_seed(0)
+    return alone(rg.ReversibleSequence([rg.midpoint(mlp()) for _ in range(DEPTH)]))
+
+
 MODELS: dict[str, Callable[[], Made]] = {
     "dropout": lambda: alone(stack_of(lambda: nn.Sequential(mlp(), nn.Dropout(0.1)))),
     "exact": lambda: alone(stack_of(exact=True)),
@@ -181,6 +187,7 @@ MODELS: dict[str, Callable[[], Made]] = {
     "attributes": by_attribute,
     "affine": affine,
     "exact momentum": exact_momentum,
+    "midpoint": midpoint,
 }
 PLANS: dict[str, rg.Plan] = {
     "store": rg.Plan(("store",) * DEPTH),

@@ -7,16 +7,17 @@ positional arguments or a dictionary of keyword arguments; the loss makes a scal
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+
+from retrograde.planning._trial import module_of_file
 
 CONTRACT = "It must return (model, batch) or (model, batch, loss), where batch is a tensor, a tuple or a dictionary"
 
@@ -67,8 +68,8 @@ def _target(text: str, made: Any) -> Target:
         raise TargetError(f"The loss that {text} returned is a {type(loss).__name__}, not a function of the output.")
     if isinstance(batch, Tensor):
         return Target(text, model, (batch,), {}, loss)
-    if isinstance(batch, dict) and all(isinstance(key, str) for key in batch):
-        return Target(text, model, (), batch, loss)
+    if isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
+        return Target(text, model, (), dict(batch), loss)
     if isinstance(batch, (tuple, list)):
         return Target(text, model, tuple(batch), {}, loss)
     raise TargetError(f"The batch that {text} returned is a {type(batch).__name__}. {CONTRACT}.")
@@ -77,17 +78,10 @@ def _target(text: str, made: Any) -> Target:
 def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise TargetError(f"There is no file {path}.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))  # its neighbours can be imported, as when it is run
-    sys.modules[path.stem] = module
     try:
-        spec.loader.exec_module(module)
+        return module_of_file(path)
     except Exception as error:  # whatever a user's code raises
         _give_up(f"{path} could not be run:", error)
-    return module
 
 
 def _from_name(name: str) -> ModuleType:

@@ -169,7 +169,7 @@ def _given(block: BlockCost) -> BlockCost:
     modes = {
         name: replace(
             mode,
-            held=mode.held - mode.kept_input,
+            held=max(0, mode.held - mode.kept_input),  # an input that passes through counts as an output
             kept_input=0,
             forward_peak=mode.forward_peak - block.streams,
             backward_peak=mode.backward_peak - mode.kept_input,

@@ -92,12 +92,12 @@ def mean_of_outputs(output: Any) -> Tensor:
 
 def _load(target: str) -> Callable[..., Any]:
     place, _, name = target.rpartition(":")
-    module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    module = module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     factory: Callable[..., Any] = getattr(module, name)
     return factory
 
 
-def _from_file(path: Path) -> ModuleType:
+def module_of_file(path: Path) -> ModuleType:
     """Run a file whatever its name, which may be one that no import statement could write."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
