@@ -135,6 +135,7 @@ def test_ctrl_c_ends_an_example_without_a_traceback(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # where tests run in the background, it is off
     ) as process:
         try:
             assert process.stdout is not None
