@@ -175,3 +175,21 @@ def test_the_log_of_events_adds_up() -> None:
     assert [h.operator for h in holdings(events)] == ["aten.cat.default", "aten.ones.default", "aten.add.Tensor"]
     assert sum(h.bytes for h in holdings(events, "end")) == memory.live
     assert holdings([]) == []
+
+
+@pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor, torch.Tensor, torch.empty(0).new_tensor])
+def test_tensors_made_of_numbers_count(make: Any) -> None:
+    with MemoryTracker() as memory:
+        made = make([1.0] * 1000)
+        assert memory.live == made.nbytes == 4000
+        del made
+        assert memory.live == 0
+
+
+def test_memory_shared_with_numpy_does_not_count() -> None:
+    numpy = pytest.importorskip("numpy")
+    with MemoryTracker() as memory:
+        shared = torch.as_tensor(numpy.zeros(1000))
+        assert memory.live == 0
+        copied: Tensor = torch.tensor(numpy.zeros(1000))
+    assert memory.live == copied.nbytes == shared.nbytes

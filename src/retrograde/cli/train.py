@@ -109,7 +109,7 @@ def _run(
     with _interrupts() as interrupted, _shown(config, as_json) as tell:
         result = run(config, Options(tell=tell, start=start, accept_changes=accept_changes, stop=interrupted))
     if _leads() and not as_json:
-        _say_how_it_ended(result, config)
+        _say_how_it_ended(result, config, "command without --from" if start else "command")
     return result.step < config.training.steps
 
 
@@ -125,11 +125,11 @@ def _summary(config: Any) -> None:
     )
 
 
-def _say_how_it_ended(result: Any, config: Any) -> None:
+def _say_how_it_ended(result: Any, config: Any, again: str) -> None:
     if result.step == result.began:
         print(f"Already finished: {result.checkpoint} is at step {result.step} of {config.training.steps}.")
     elif result.step < config.training.steps:
-        print(f"Interrupted at step {result.step}: {result.checkpoint}. The same command goes on from there.")
+        print(f"Interrupted at step {result.step}: {result.checkpoint}. The same {again} goes on from there.")
     else:
         print(f"Finished at step {result.step}: {result.checkpoint}")
 

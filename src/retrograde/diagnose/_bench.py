@@ -86,7 +86,14 @@ class Bench:
 
     def plans(self, memory: Memory | None = None) -> Plans:
         """A mode for every block that can have it; the stacks' own plans without one, or all reversed if none is."""
-        return {stack: _plan(stack, memory) for stack in self.stacks.values()}
+        if memory is None and self.reverses:
+            return {stack: stack.memory for stack in self.stacks.values()}
+        return {stack: _plan(stack, memory or "reverse") for stack in self.stacks.values()}
+
+    @property
+    def reverses(self) -> bool:
+        """Whether any block is set to be reversed."""
+        return any("reverse" in stack.memory.memory for stack in self.stacks.values())
 
     @contextmanager
     def run(
@@ -195,12 +202,10 @@ def _checked(loss: Any) -> Tensor:
     return loss.reshape(())
 
 
-def _plan(stack: ReversibleSequence, memory: Memory | None) -> Plan:
+def _plan(stack: ReversibleSequence, memory: Memory) -> Plan:
     blocks: list[Block] = stack._blocks()
-    if memory is not None and memory != "reverse":
+    if memory != "reverse":
         return Plan((memory,) * len(blocks))
-    if memory is None and "reverse" in stack.memory.memory:
-        return stack.memory
     modes: list[Memory] = ["reverse" if b.invertible else "checkpoint" for b in blocks]
     return Plan(tuple(modes))
 

@@ -88,7 +88,7 @@ def examine(
     with _in_words("A remedy"):
         suggestions, untried = tried(bench, setup, reports, totals)
     stacks = tuple(reports.values())
-    verdict = _refused(stacks) + _verdict(stacks, totals)
+    verdict = _supposed(bench) + _refused(stacks) + _verdict(stacks, totals)
     return Diagnosis(type(model).__name__, tolerance, verdict, stacks, totals, suggestions, untried)
 
 
@@ -116,13 +116,17 @@ def _behaviours(bench: Bench, tolerance: float) -> dict[Step, Behaviour]:
     stored = Setup(bench.plans("store"))
     probed = ProbedSteps(bench.steps, tolerance)
     with _in_words("The forward pass"), probed, bench.run(stored) as (_, logs):
-        if not any(log.calls for log in logs.values()):
-            how = "only under no_grad" if any(log.calls_without_grad for log in logs.values()) else "not at all"
-            raise ExaminationError(
-                f"The model has a ReversibleSequence, but calls it {how} for this batch, so that it has no backward "
-                "pass. Examine it as it is trained."
-            )
+        _check_called(logs)
     return probed.found
+
+
+def _check_called(logs: dict[ReversibleSequence, StackLog]) -> None:
+    if not any(log.calls for log in logs.values()):
+        how = "only under no_grad" if any(log.calls_without_grad for log in logs.values()) else "not at all"
+        raise ExaminationError(
+            f"The model has a ReversibleSequence, but calls it {how} for this batch, so that it has no backward "
+            "pass. Examine it as it is trained."
+        )
 
 
 @contextmanager
@@ -257,6 +261,10 @@ def _by_block(label: str, places: dict[str, dict[str, int]]) -> Callable[[int], 
         return {mode: max(found.get(p, 0) for p in at) for mode, found in places.items()}
 
     return peaks
+
+
+def _supposed(bench: Bench) -> str:
+    return "" if bench.reverses else "No block is set to be reversed; what follows is of a run in which all are. "
 
 
 def _refused(stacks: Sequence[StackReport]) -> str:

@@ -136,7 +136,9 @@ class MemoryTracker(TorchDispatchMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         for storage in _storages((args, kwargs)):
-            if id(storage) not in self._watched:
+            # What `torch.tensor` makes of numbers is first seen by `lift_fresh`; what it shares with numpy was there.
+            fresh = func is torch.ops.aten.lift_fresh.default and storage.resizable()
+            if id(storage) not in self._watched and not fresh:
                 self._watch(storage, "").counts = False
         result = func(*args, **(kwargs or {}))
         for storage in _storages((result, args)):  # the arguments again: they may have been resized

@@ -14,7 +14,7 @@ from retrograde._plan import Memory
 
 from ._bench import Bench, Loss, Setup
 from ._examine import MODES as MODES
-from ._examine import _in_words
+from ._examine import _check_called, _in_words
 from ._memory import Event
 from ._report import ExaminationError, in_bytes
 
@@ -141,7 +141,8 @@ def profile(
             f"{type(model).__name__} contains no retrograde.ReversibleSequence, so that there are no blocks to profile."
         )
     with _in_words("The model"):
-        bench.gradients(Setup(bench.plans("store")))  # what is allocated once and for all is there then
+        _, logs = bench.gradients(Setup(bench.plans("store")))  # what is allocated once and for all is there then
+        _check_called(logs)
         found = tuple(_measured(bench, memory) for memory in modes)
     told = {mode.memory: explain(mode, found, outputs[-1] if outputs else None) for mode in found}
     sentences, advice = ({memory: pair[i] for memory, pair in told.items()} for i in (0, 1))

@@ -140,7 +140,9 @@ def anchors(case: Case) -> Remedy | None:
         plans = {stack: _anchored(plan, spacing, stack in case.stacks) for stack, plan in case.setup.plans.items()}
         found, logs = case.bench.gradients(Setup(plans), "drift")
         if max(_drift(logs), gradient_error(case.bench, found, true)) <= case.tolerance:
-            how = f"Set stack.memory = Plan(stack.memory.memory, anchors=range({spacing}, {depth}, {spacing}))."
+            modes = "stack.memory.memory" if case.bench.reverses else '["reverse"] * len(stack.blocks)'
+            end = depth if all(len(s.blocks) == depth for s in case.stacks) else "len(stack.blocks)"
+            how = f"Set stack.memory = Plan({modes}, anchors=range({spacing}, {end}, {spacing}))."
             return Remedy(
                 f"Anchors every {spacing} blocks" if spacing > 1 else "Anchors at all blocks", how, Setup(plans)
             )

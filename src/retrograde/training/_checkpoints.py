@@ -7,12 +7,15 @@ NOTE [Why a checkpoint is whole or not there]
  3. Old ones are removed after the new one is there, and are renamed first, so that no half of one looks like one.
  4. A checkpoint that is not whole is never removed, replaced or skipped without a word: the run ends with an error
     that names the last one that is.
+ 5. Who goes on from an earlier one (`--from`) leaves later ones, of another course. They are not counted among those
+    to keep, and are renamed (`.left`) before the first new one is there, so that the next run goes on from that.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -52,8 +55,9 @@ class CheckpointFolder:
 
     def found(self) -> list[Path]:
         """Those that were finished, the oldest first."""
-        names = sorted(self.folder.glob("step-*")) if self.folder.is_dir() else []
-        return [path for path in names if path.is_dir() and path.name.removeprefix("step-").isdecimal()]
+        names = self.folder.glob("step-*") if self.folder.is_dir() else []
+        found = [path for path in names if path.is_dir() and path.name.removeprefix("step-").isdecimal()]
+        return sorted(found, key=_step_of)
 
     def tidy(self) -> None:
         """Make the folder, and remove what a killed run left unfinished."""
@@ -68,6 +72,8 @@ class CheckpointFolder:
         try:
             shutil.rmtree(unfinished, ignore_errors=True)
             _write(unfinished, checkpoint)
+            for later in [other for other in self.found() if _step_of(other) > checkpoint.step]:
+                later.rename(_unused(later.with_name(f"{later.name}.left")))
             if path.exists():
                 self._remove(path)
             unfinished.rename(path)
@@ -84,6 +90,10 @@ class CheckpointFolder:
 
     def load(self, path: Path) -> Checkpoint:
         """Read a checkpoint and see that it is whole."""
+        if not any((path / name).exists() for name in (_STATE, _MODEL, _OPTIMIZER)):
+            raise CheckpointError(
+                f"{path} is no checkpoint: it has no {_STATE}. {self._last_good(path)} Nothing was changed."
+            )
         try:
             state = _checked_state(path)
             load = _safetensors().load_file
@@ -108,6 +118,16 @@ class CheckpointFolder:
         shutil.rmtree(removed, ignore_errors=True)
         path.rename(removed)
         shutil.rmtree(removed, ignore_errors=True)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _unused(path: Path) -> Path:
+    """The name, or with a number after it that makes it a new one."""
+    names = (path if i == 1 else path.with_name(f"{path.name}-{i}") for i in itertools.count(1))
+    return next(name for name in names if not name.exists())
 
 
 def _write(folder: Path, checkpoint: Checkpoint) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import sys
 import types
 from collections.abc import Mapping
@@ -14,6 +15,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 class ConfigError(Exception):
     """A configuration that cannot be used; the message says in a sentence why, and what to write."""
+
+
+MOST_THREADS = 1024  # a process that asks the system for far more than it has is ended by it, without a word
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,14 @@ class TrainingConfig:
             )
         if not self.learning_rate > 0:
             raise ConfigError(f"training.learning_rate = {self.learning_rate} is not above 0.")
+        for name in ("learning_rate", "weight_decay"):
+            if not math.isfinite(getattr(self, name)):
+                raise ConfigError(f"training.{name} = {getattr(self, name)} is not a finite number.")
+        for name, most in (("seed", 2**63 - 1), ("threads", MOST_THREADS)):
+            if getattr(self, name) > most:
+                raise ConfigError(
+                    f"training.{name} = {getattr(self, name)} is more than {most}, the most there can be."
+                )
         if not 0 <= self.final_rate <= 1:
             raise ConfigError(f"training.final_rate = {self.final_rate} is not a share of the learning rate, 0 to 1.")
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -170,7 +182,8 @@ def changes(before: Mapping[str, Mapping[str, Any]], now: Config) -> list[str]:
     for table, values in now.to_dict().items():
         for key, value in values.items():
             old = before.get(table, {}).get(key)
-            if old != value and f"{table}.{key}" not in FREE:
+            same = old == value and isinstance(old, bool) == isinstance(value, bool)  # exact = true is not exact = 1
+            if not same and f"{table}.{key}" not in FREE:
                 found.append(f"{table}.{key}: {old!r} → {value!r}")
     return found
 
@@ -184,6 +197,8 @@ def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> Confi
     tables = _parsed(path)
     for name, value in (overrides or {}).items():
         table, _, key = name.partition(".")
+        if not isinstance(tables.get(table, {}), dict):
+            raise ConfigError(f"{path}: {table} = {tables[table]!r} is a value; write a table, [{table}].")
         tables.setdefault(table, {})[key] = value
     config = config_of(tables, where=str(path))
     here = path.parent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import Tensor
 from ._config import ConfigError, DataConfig
 
 _DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16, "int32": torch.int32}
-_SAMPLED = 1 << 20  # bytes at each end of the data that its fingerprint reads
+_PART = 1 << 20  # tokens that are looked at at a time
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,12 @@ def _text(path: Path, config: DataConfig) -> str:
     """A file's text, or that of all files below a folder in the order of their names, with a line between."""
     files = [path]
     if path.is_dir():
-        files = sorted(file for file in path.rglob(config.files) if file.is_file())
+        try:
+            files = sorted(file for file in path.rglob(config.files) if file.is_file())
+        except (NotImplementedError, ValueError) as error:
+            raise ConfigError(
+                f'data.files = "{config.files}" is no pattern of names below a folder: {error}. As in "*.txt".'
+            ) from None
         if not files:
             raise ConfigError(f'data.path: no file below {path} is named like data.files = "{config.files}".')
     parts = []
@@ -142,8 +148,8 @@ def _mapped(path: Path, config: DataConfig) -> Tensor:
             f"({dtype.itemsize} bytes each)."
         )
     tokens = torch.from_file(str(path), shared=False, size=size // dtype.itemsize, dtype=dtype)
-    most = max(int(part.to(torch.int32).max()) for part in tokens.split(_SAMPLED))
-    least = min(int(part.to(torch.int32).min()) for part in tokens.split(_SAMPLED)) if config.tokens == "int32" else 0
+    most = max(int(part.to(torch.int32).max()) for part in tokens.split(_PART))
+    least = min(int(part.to(torch.int32).min()) for part in tokens.split(_PART)) if config.tokens == "int32" else 0
     if most >= int(config.vocabulary or 0) or least < 0:
         wrong = most if least >= 0 else least
         raise ConfigError(f"data.path: {path} has token {wrong}, outside of data.vocabulary = {config.vocabulary}.")
@@ -151,9 +157,8 @@ def _mapped(path: Path, config: DataConfig) -> Tensor:
 
 
 def _fingerprint(tokens: Tensor) -> str:
-    """Of the number of tokens and of both ends; reading all of a large file would take long."""
+    """Of all tokens, in the place where they are: a change anywhere is another text."""
     found = hashlib.sha256(f"{len(tokens)} {tokens.dtype}".encode())
-    count = _SAMPLED // tokens.dtype.itemsize
-    for part in (tokens[:count], tokens[-count:]):
-        found.update(repr(part.tolist()).encode())
+    for part in tokens.split(_PART):
+        found.update((ctypes.c_char * part.nbytes).from_address(part.data_ptr()))
     return found.hexdigest()[:32]

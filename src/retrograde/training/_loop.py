@@ -90,7 +90,8 @@ def build_model(config: Config, vocabulary: Vocabulary) -> ReversibleLM:
     torch.manual_seed(config.training.seed)
     m = config.model
     options: dict[str, Any] = {"hidden": m.hidden, "dropout": m.dropout, "memory": m.memory, "exact": m.exact}
-    model = ReversibleLM(vocabulary.size, m.width, m.depth, m.heads, m.kv_heads, **options)
+    with _in_words("Making the model"):
+        model = ReversibleLM(vocabulary.size, m.width, m.depth, m.heads, m.kv_heads, **options)
     nn.init.normal_(model.embed.weight, std=m.width**-0.5)  # not to be drowned by the updates of a deep stack
     return model
 
@@ -140,7 +141,7 @@ class _Run:
             self._report(log, self._started(began))
         meter = _Meter(self.config, self.place)
         for step in range(began + 1, last + 1):
-            with _in_words(step):
+            with _in_words(f"Step {step}"):
                 loss, norm = self._step(step)
             stopping = self.place.count == 1 and self.options.stop()
             ends = step == last or stopping
@@ -149,7 +150,9 @@ class _Run:
                 mean = self._checked(loss, norm, step)
                 self._report(log, meter.event(step, mean, norm, _rate(self.config, step)))
             if len(self.corpus.unseen) and evaluation.every and (step % evaluation.every == 0 or step == last):
-                self._report(log, {"event": "evaluation", "step": step, "loss": self._evaluated()})
+                with _in_words(f"The evaluation after step {step}"):
+                    unseen = self._evaluated()
+                self._report(log, {"event": "evaluation", "step": step, "loss": unseen})
             if saves:
                 path = self._save(step)
                 self._report(log, {"event": "checkpoint", "step": step, "path": str(path)})
@@ -215,7 +218,7 @@ class _Run:
 
     def _save(self, step: int) -> Path:
         model, optimizer = whole_state(self.module, self.optimizer)
-        failure: CheckpointError | None = None
+        failure: CheckpointError | TrainingError | None = None
         if self.place.leads:
             details = {
                 "config": self.config.to_dict(),
@@ -224,8 +227,9 @@ class _Run:
                 "torch": torch.__version__,
             }
             try:
+                _check_finite(model, step)
                 self.checkpoints.save(Checkpoint(step, model, optimizer, details))
-            except CheckpointError as error:
+            except (CheckpointError, TrainingError) as error:
                 failure = error
         if self.place.told(int(failure is not None)):
             raise failure or CheckpointError("The first process could not write the checkpoint.")
@@ -262,18 +266,32 @@ class _Run:
 
 
 @contextmanager
-def _in_words(step: int) -> Iterator[None]:
+def _in_words(what: str) -> Iterator[None]:
     """Turn what a step may run into, through no fault of ours, into a sentence."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        reason = (str(error).splitlines() or ["no message"])[0]
+        on_cpu = "DefaultCPUAllocator" in reason or isinstance(error, MemoryError)  # a plain RuntimeError, there
+        if not on_cpu and not isinstance(error, torch.OutOfMemoryError):
+            raise
         raise TrainingError(
-            f"Step {step} ran out of memory: {str(error).splitlines()[0]} A larger training.accumulate, a smaller "
-            'training.batch or model.memory = "reverse" takes less. Finished checkpoints are as they were.'
+            f"{what} ran out of memory: {reason} A larger training.accumulate, a smaller training.batch, a smaller "
+            'model or model.memory = "reverse" takes less. Finished checkpoints are as they were.'
         ) from error
     except StepError as error:
         bits = "" if error.bits is None else f" In the configuration, model.exact = {error.bits} sets the grid's bits."
-        raise TrainingError(f"At step {step}: {error}{bits} Finished checkpoints are as they were.") from error
+        raise TrainingError(f"{what}: {error}{bits} Finished checkpoints are as they were.") from error
+
+
+def _check_finite(model: dict[str, Tensor], step: int) -> None:
+    """A loss is of the weights before a step's update; a checkpoint has those after it."""
+    odd = [name for name, tensor in model.items() if not bool(tensor.isfinite().all())]
+    if odd:
+        raise TrainingError(
+            f"The update of step {step} made NaN or infinity of {odd[0]} and {len(odd) - 1} more weights. They are "
+            "not saved. Finished checkpoints are as they were. A smaller training.learning_rate may help."
+        )
 
 
 def _check_same(found: Checkpoint, path: Path, config: Config, corpus: Corpus, *, accept: bool) -> None:
