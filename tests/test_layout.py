@@ -31,6 +31,7 @@ RANKS = {
     "_decide": 3,
     "_replay": 3,
     "_fused": 3,
+    "_spent": 0,
     "_single_graph": 3,
     "_record": 4,
     "_tape": 5,

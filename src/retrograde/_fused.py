@@ -17,31 +17,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 
+from ._spent import SpentGradient, check_clipping, shared, twice, unmeasured
 from ._torch_private import keeps_graph, version
-
-
-class SpentGradient(Tensor):
-    """What a fused optimiser leaves in the place of a gradient that it has used. It has a shape and no values."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise RuntimeError(
-            f"{func} needs a gradient that is gone: a FusedOptimizer stepped the parameter as soon as its gradient was "
-            "complete, and freed it. Call optimizer.step() after every backward pass; several of them cannot be added "
-            "up. Clip with the optimiser's clip_value or clip_norm, not after the backward pass. To look at gradients, "
-            "use parameter.register_hook. DistributedDataParallel and GradScaler need all gradients at once: with them "
-            "use an ordinary optimiser."
-        )
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"SpentGradient(shape={tuple(self.shape)})"
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -83,15 +67,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         _check_kind(kind, options)
-        _check_clipping(clip_value, clip_norm)
+        check_clipping(clip_value, clip_norm)
         self._inner = kind(params, **options)
         self._handles: dict[Tensor, Any] = {}
         self._group_of: dict[Tensor, int] = {}
         self._stepped: set[Tensor] = set()
         self._seen: list[dict[str, Any]] = []
         self._norms: dict[Tensor, Tensor] | None = None
-        self._scale_known = False
+        self._measured: set[Tensor] | None = None
         self._detached = False
+        self._refused = False
         self._is_made = False
         self._lock = threading.RLock()
         self.clip_value = clip_value
@@ -111,12 +96,16 @@ class FusedOptimizer(torch.optim.Optimizer):
                 "closure would run. Call the closure's code, then step()."
             )
         self._check_options_unchanged()
+        self._check_none_discarded()
+        self._attach()  # parameters may have been put into the groups by hand
         left = [p for p in self._parameters() if p.grad is not None and not isinstance(p.grad, SpentGradient)]
         for p in left:
             if p in self._stepped:
-                raise _twice(self._name(p))
-        if left and self.clip_norm is not None and not self._scale_known:
-            self.norm, self._scale_known = _norm([_norm_of(p) for p in left]), True
+                raise twice(self._name(p))
+            if self._measured is not None and p not in self._measured:
+                raise unmeasured(self._name(p))
+        if left and self.clip_norm is not None and self._measured is None:
+            self.norm = _norm([_norm_of(p) for p in left])
         for p in left:
             self._step_one(p)
         self._end_round()
@@ -124,14 +113,20 @@ class FusedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients; there are none, unless they came in another way than by `backward`."""
         if self._stepped:
+            self._refused = True
             raise RuntimeError(
                 f"zero_grad() would discard gradients that are used up: {len(self._stepped)} parameters were stepped "
                 "since step() was last called. Call step() after each backward pass; if a loss is not meant to train "
                 "these parameters, let requires_grad be False for them meanwhile; if the pass failed half-way, load a "
                 "state_dict, or call step() to go on from here."
             )
-        for p in self._parameters():
-            p.grad = None
+        if not set_to_none and not self._detached:
+            raise ValueError(
+                "zero_grad(set_to_none=False) keeps gradients of zeros, by which an ordinary optimiser steps what the "
+                "next backward pass does not reach. A FusedOptimizer keeps no gradients. Leave set_to_none out, or use "
+                "an ordinary optimiser."
+            )
+        super().zero_grad(set_to_none)
         self._end_round()
 
     def state_dict(self) -> dict[str, Any]:
@@ -152,6 +147,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         else:  # the ordinary optimiser has made the group
             self.param_groups.append(param_group)
 
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self._inner.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self._inner.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self._inner.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self._inner.register_load_state_dict_post_hook(hook, prepend)
+
     # What is new
 
     @contextmanager
@@ -167,13 +174,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self.clip_norm is None:
             raise ValueError("norm_pass() is for a FusedOptimizer with clip_norm, and this one has none.")
         if self._stepped:
-            raise _twice(f"{len(self._stepped)} of them")
+            raise twice(f"{len(self._stepped)} of them")
+        if any(p.grad is not None for p in self._parameters()):
+            raise RuntimeError(
+                "norm_pass() found gradients that were there before it, and would discard them with those that it "
+                "measures. Call zero_grad() first; do not set gradients by hand beside it."
+            )
         self._attach()
-        self._norms = {}
+        self._norms, self._measured = {}, None
         try:
             yield
             self.norm = _norm([self._norms[p] for p in self._parameters() if p in self._norms])
-            self._scale_known = True
+            self._measured = set(self._norms)
         finally:
             self._norms = None
 
@@ -186,13 +198,19 @@ class FusedOptimizer(torch.optim.Optimizer):
     # How it works
 
     def _attach(self) -> None:
-        """Hook the parameters that require grad and have no hook yet: new ones, and ones that were frozen before."""
-        self._group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        """Hook the parameters that require grad and have no hook yet: new ones, and ones that were frozen before.
+
+        Those that were taken out of the groups lose theirs.
+        """
+        self._group_of = self._groups()
+        for p in [p for p in self._handles if p not in self._group_of]:
+            self._handles.pop(p).remove()
         itself = weakref.ref(self)  # a parameter must not hold the optimiser, which holds the parameter
 
         def arrived(p: Tensor) -> None:
             if (optimizer := itself()) is not None:
-                optimizer._arrived(p)
+                with _outside_autocast(p.device.type):  # where an ordinary step is taken
+                    optimizer._arrived(p)
 
         for p in () if self._detached else self._group_of:
             if p.requires_grad and p not in self._handles:
@@ -201,9 +219,15 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _arrived(self, p: Tensor) -> None:
         """The gradient of a parameter is complete."""
         with self._lock:
+            if self._norms is None and not self._stepped:
+                self._group_of = self._groups()
+            if p not in self._group_of:  # taken out of the groups by hand
+                return
+            if p.grad is None or isinstance(p.grad, SpentGradient):
+                raise shared(self._name(p))
             if self._norms is not None:
                 if p in self._norms:
-                    raise _twice(self._name(p))
+                    raise twice(self._name(p))
                 self._norms[p] = _norm_of(p)
                 p.grad = None
                 return
@@ -216,21 +240,40 @@ class FusedOptimizer(torch.optim.Optimizer):
                 p.grad = p.detach().as_subclass(SpentGradient)  # of the weight's storage: no bytes of its own
 
     def _check_can_step(self, p: Tensor) -> None:
+        if (refusal := self._refusal(p)) is not None:
+            self._refused = True
+            p.grad = None  # or it would be added to when the pass is repeated as it should be
+            raise refusal
+
+    def _refusal(self, p: Tensor) -> RuntimeError | None:
         if p in self._stepped:
-            p.grad = None
-            raise _twice(self._name(p))
+            return twice(self._name(p))
         if keeps_graph():
-            raise RuntimeError(
+            return RuntimeError(
                 "A FusedOptimizer cannot step parameters in a backward pass with retain_graph=True or "
                 "create_graph=True: the graph is kept for another pass, which would find them changed. Add the losses "
                 "up and call backward once, or use an ordinary optimiser."
             )
-        if self.clip_norm is not None and not self._scale_known:
-            raise RuntimeError(
+        if self.clip_norm is not None and self._measured is None:
+            return RuntimeError(
                 f"clip_norm={self.clip_norm} needs the norm of all gradients before the first parameter is stepped, "
                 "and a FusedOptimizer frees each as soon as it is there. Measure it in a pass of its own: `with "
                 "optimizer.norm_pass(): loss.backward(retain_graph=True)`, then `loss.backward()`. That costs one more "
                 "backward pass; clip_value costs nothing."
+            )
+        return None if self._measured is None or p in self._measured else unmeasured(self._name(p))
+
+    def _check_none_discarded(self) -> None:
+        """A gradient that was set to None between the backward pass and `step()` has been used all the same."""
+        gone = [p for p in self._stepped if p.grad is None and type(p.data) is Tensor]
+        if gone and not self._refused:  # after an error, step() is the way on
+            which = self._name(gone[0])
+            self._end_round()
+            raise RuntimeError(
+                f"The gradients of {len(gone)} parameters, {which} among them, were set to None between the backward "
+                "pass and step(), and were used in the backward pass already. Let requires_grad be False for what a "
+                "loss is not meant to train, or use an ordinary optimiser. To go back, load a state_dict; the round is "
+                "over."
             )
 
     def _step_one(self, p: Tensor) -> None:
@@ -269,12 +312,16 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
 
     def _end_round(self) -> None:
-        for p in self._parameters():
+        for p in (*self._parameters(), *self._stepped):
             if isinstance(p.grad, SpentGradient):
                 p.grad = None
         self._stepped.clear()
-        self._scale_known = False
+        self._refused = False
+        self._measured = None
         self._attach()
+
+    def _groups(self) -> dict[Tensor, int]:
+        return {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -317,21 +364,8 @@ def _check_kind(kind: Any, options: dict[str, Any]) -> None:
         raise ValueError("differentiable=True cannot be fused: the gradients of a differentiable step must stay.")
 
 
-def _check_clipping(clip_value: float | None, clip_norm: float | None) -> None:
-    if clip_value is not None and clip_norm is not None:
-        raise ValueError(f"clip_value={clip_value} and clip_norm={clip_norm}: choose one way to clip.")
-    for name, value in (("clip_value", clip_value), ("clip_norm", clip_norm)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{name}={value}: give a number above 0, or None not to clip.")
-
-
-def _twice(which: str) -> RuntimeError:
-    return RuntimeError(
-        f"A FusedOptimizer got a second gradient for a parameter, {which}, before step() was called, and has stepped "
-        "it with the first. Call step() after every backward pass. Gradients of several passes cannot be added up: use "
-        "one pass over a larger batch, or an ordinary optimiser. (A weight that two reentrant checkpoints share gets "
-        "two gradients in one pass; use_reentrant=False gives it one.)"
-    )
+def _outside_autocast(device: str) -> Any:
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _options(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

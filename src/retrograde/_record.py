@@ -123,10 +123,10 @@ class Form:
     The step keeps it, so it does not keep the step: a model is freed when the last reference to it goes.
     """
 
-    __slots__ = ("_coupling", "_target", "habits", "is_steady", "replay", "requires", "stride")
+    __slots__ = ("_target", "coupling", "habits", "is_steady", "replay", "requires", "stride")
 
     def __init__(self, wire: Wire, streams: Streams, known: Known) -> None:
-        self._coupling = wire.step.coupling
+        self.coupling = wire.step.coupling
         self._target = wire.target
         self.requires = known.same("streams", list(map(needs_grad, streams)))
         self.stride = streams[wire.target].stride()
@@ -139,7 +139,7 @@ class Form:
         step, replay = wire.step, self.replay
         return (
             self._target == wire.target
-            and self._coupling is step.coupling
+            and self.coupling is step.coupling
             and step._modules.get("branch") is replay.branch
             and streams[wire.target].stride() == self.stride
             and list(map(needs_grad, streams)) == self.requires

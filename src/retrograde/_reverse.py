@@ -98,7 +98,7 @@ class ReverseTape(Tape):
         """Move the known state from after a step to before it."""
         index = self._position - 1
         record = self.records[index]
-        target, coupling = record.wire.target, record.wire.step.coupling
+        target, coupling = record.wire.target, record.form.coupling  # of the first run: the step may have another now
         state = self._state
         if record.wire.ends_block and record.block.order is not None:
             state = record.block.restore_order(state)

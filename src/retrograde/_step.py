@@ -23,11 +23,13 @@ class StepError(ValueError):
     """
 
     bits: int | None = None
+    _placed = False
 
     def at(self, block: int) -> StepError:
-        """The same error, with the number of the block."""
+        """The same error, with the number of the block. A stack inside a branch has a grid of its own: no bits then."""
         error = StepError(f"Block {block}: {self}")
-        error.bits = self.bits
+        error.bits = None if self._placed else self.bits
+        error._placed = True
         return error
 
 

@@ -260,7 +260,7 @@ class Tape:
 
         def combine(update: Any) -> None:
             with capture or NOTHING:
-                result.append(record.wire.step.coupling.combine(before, update))
+                result.append(record.form.coupling.combine(before, update))
 
         try:
             rerun(record, start, self.call, capture, combine)

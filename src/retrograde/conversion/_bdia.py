@@ -45,7 +45,7 @@ class SignedHalf(Coupling):
     def prepare(self, stream: Tensor) -> Tensor:
         """A stream as the stack starts with it: on the grid."""
         grid = self.grid(stream.dtype)
-        prepared = grid.round(stream)
+        prepared = grid.round(stream) + 0.0  # which makes 0.0 of -0.0: the inverse would not bring the sign back
         grid.check(prepared)
         return prepared
 
@@ -85,7 +85,7 @@ class _Halved(torch.autograd.Function):
 
     @staticmethod
     def forward(stream: Tensor, sign: Tensor, spacing: float) -> Tensor:
-        return stream.mul(0.5 / spacing).floor_().mul_(spacing).mul_(sign)
+        return stream.mul(0.5 / spacing).floor_().mul_(spacing).mul_(sign).add_(0.0)  # no -0.0
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
