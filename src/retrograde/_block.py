@@ -83,7 +83,7 @@ class Block(nn.Module):
         self.names: tuple[StreamName, ...] = tuple(streams) if streams else _names_in(steps)
         self.order = tuple(order) if order is not None else None
         self.groups = {name: tuple(members) for name, members in (groups or {}).items()}
-        self._wirings: dict[tuple[StreamName, ...], tuple[Wire, ...]] = {}
+        self._wirings: dict[tuple[StreamName, ...], tuple[list[Any], tuple[Wire, ...]]] = {}
         if self.order is not None and sorted(self.order) != list(range(len(self.names))):
             raise ValueError(f"order={self.order} is not a permutation of the block's {len(self.names)} streams.")
         self.wires(self.names)
@@ -106,10 +106,11 @@ class Block(nn.Module):
 
     def wires(self, names: tuple[StreamName, ...]) -> tuple[Wire, ...]:
         """The steps with their streams' positions among `names`, which may hold more than the block's own."""
+        steps = [*self._modules["steps"]._modules.values()]  # type: ignore[union-attr]  # `self.steps` is a long search
         found = self._wirings.get(names)
-        if found is None or [wire.step for wire in found] != self.each_step():  # a step may have been exchanged
-            found = self._wirings[names] = self._wire(names)
-        return found
+        if found is None or found[0] != steps:  # one may have been exchanged
+            found = self._wirings[names] = steps, self._wire(names)
+        return found[1]
 
     def _wire(self, names: tuple[StreamName, ...]) -> tuple[Wire, ...]:
         steps = self.each_step()

@@ -187,8 +187,6 @@ class Record:
 
     def note_same(self, sources: Sequence[Tensor], kwargs: Mapping[str, Any]) -> None:
         """Note which inputs of the branch are one tensor: it may ask (nn.MultiheadAttention does), and again so."""
-        if not kwargs and len(sources) == 1:
-            return
         inputs: list[tuple[int | str, Any]] = [*enumerate(sources), *kwargs.items()]
         self.same = [
             (place, i) for place, value in inputs for i, source in enumerate(sources) if value is source and place != i

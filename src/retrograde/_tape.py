@@ -165,7 +165,8 @@ class Tape:
                 record.replay.begin(ambient, record.form.habits)
             sources = list(map(streams.__getitem__, wire.sources))
             kwargs = step.takes.select(context) if context else {}
-            record.note_same(sources, kwargs)
+            if kwargs or len(sources) > 1:
+                record.note_same(sources, kwargs)
             if self._partial:
                 update, aux = _update_keeping(record, target, sources, kwargs)
             else:
