@@ -239,3 +239,22 @@ class Means(nn.Module):
             elif self.how == "batch_norm":
                 torch.nn.functional.batch_norm(x, self.means, torch.ones(6).double(), training=True)
         return torch.tanh(self.linear(x) * self.means) + self.means
+
+
+def stacked(branch: Any, depth: int = 3, **options: Any) -> rg.ReversibleSequence:
+    """Two-stream blocks of a branch, in float64."""
+    torch.manual_seed(0)
+    return rg.ReversibleSequence([rg.two_stream(branch(), branch(), **options) for _ in range(depth)]).double()
+
+
+def gradients(stack: Any, memory: Any, x: Tensor, between: Any = None, **context: Any) -> list[Any]:
+    """The output and the gradients of a copy of the stack, to which something is done between forward and backward."""
+    stack = copy.deepcopy(stack)
+    x = x.detach().clone().requires_grad_()
+    torch.manual_seed(3)
+    y = stack(x, memory=memory, **context)
+    parameters = list(stack.parameters())
+    if between is not None:
+        between(stack)
+    loss_of(y).backward()
+    return [y, x.grad, *(p.grad for p in parameters)]

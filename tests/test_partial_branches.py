@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,22 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import retrograde as rg
-from stacks import Mlp, all_close, loss_of, sample
-
-
-def stacked(branch: Any, depth: int = 3, **options: Any) -> rg.ReversibleSequence:
-    torch.manual_seed(0)
-    return rg.ReversibleSequence([rg.two_stream(branch(), branch(), **options) for _ in range(depth)]).double()
-
-
-def gradients(stack: Any, memory: str, x: Tensor) -> list[Any]:
-    """Of a copy of the stack."""
-    stack = copy.deepcopy(stack)
-    x = x.detach().clone().requires_grad_()
-    torch.manual_seed(3)
-    y = stack(x, memory=memory)
-    loss_of(y).backward()
-    return [y, x.grad, *(p.grad for p in stack.parameters())]
+from stacks import Mlp, all_close, gradients, loss_of, sample, stacked
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from typing import Any
 
@@ -11,27 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import retrograde as rg
-from stacks import Mlp, agree, all_close, loss_of, sample, twins
+from stacks import Mlp, agree, all_close, gradients, loss_of, sample, stacked, twins
 
 MODES = ("reverse", "partial", "checkpoint", "offload")
-
-
-def stacked(branch: Any, depth: int = 3, **options: Any) -> rg.ReversibleSequence:
-    torch.manual_seed(0)
-    return rg.ReversibleSequence([rg.two_stream(branch(), branch(), **options) for _ in range(depth)]).double()
-
-
-def gradients(stack: Any, memory: Any, x: Tensor, between: Any = None, **context: Any) -> list[Any]:
-    """Of a copy of the stack."""
-    stack = copy.deepcopy(stack)
-    x = x.detach().clone().requires_grad_()
-    torch.manual_seed(3)
-    y = stack(x, memory=memory, **context)
-    parameters = list(stack.parameters())
-    if between is not None:
-        between(stack)
-    loss_of(y).backward()
-    return [y, x.grad, *(p.grad for p in parameters)]
 
 
 @pytest.mark.parametrize("memory", MODES)

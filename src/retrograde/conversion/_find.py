@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from retrograde._randomness import everyday, read, write
 
-from ._trial import aside, check_hidden, hidden_of
+from ._returns import aside, check_hidden, hidden_of
 
 Branches = Literal["auto", "split", "whole"]
 INPUT = "the layer's own input"  # in the place of an argument that is it once more, as in layer(x, x, x)

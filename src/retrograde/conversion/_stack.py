@@ -28,7 +28,7 @@ from retrograde._sequence import ReversibleSequence
 
 from ._find import Branches, Half, Stock, disagreement, halves_of
 from ._recipes import Recipe
-from ._trial import Returns, aside, hidden_of, kind_of, returned, without_writing
+from ._returns import Returns, aside, hidden_of, kind_of, returned, without_writing
 
 AGREES = 1e-5
 AGREES_ROUGHLY = 3e-2  # where sums are rounded to 8 bits

@@ -106,7 +106,6 @@ def compare(
     stored = expected[_STORE]
     in_segments = expected[_EACH].peak + stored.peak // math.isqrt(len(chain.blocks))  # at most
     needed = {name: expected[name].peak if name in expected else in_segments for name in ways}
-
     fitting = {name: plan for name, plan in ways.items() if has_room(model, needed[name])}
     peaks: dict[str, int] = {}
     with undisturbed(model):
