@@ -1,9 +1,9 @@
-"""Eager against compiled: plain autograd, a stack, a stack of compiled branches, and a stack in one graph.
+"""Eager compared with compiled: plain autograd, a stack, a stack of compiled branches, and a stack in one graph.
 
     python benchmarks/compiled.py                     # width 64, depth 12: some minutes, most of them compiling
     python benchmarks/compiled.py --width 8 --depth 2 --rounds 3
 
-Every contender runs once a round, in an order that changes from round to round; a ratio is taken within its round.
+Every contender runs once per round, in an order that changes from round to round; ratios are computed within a round.
 The gradients of all are compared first.
 """
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import retrograde as rg
+from retrograde.engine.drift import worst_error
 
 Run = Callable[[Tensor], Tensor]
 PLAIN = "plain, eager"
@@ -34,8 +35,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.project(self.norm(x)).chunk(3, -1)
-        found: Tensor = self.out(nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True))
-        return found
+        update: Tensor = self.out(nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True))
+        return update
 
 
 def feed_forward(width: int) -> nn.Module:
@@ -76,12 +77,12 @@ def step(run: Run, x: Tensor, branches: nn.Module) -> float:
 
 def compare(runs: dict[str, Run], x: Tensor, branches: nn.Module) -> None:
     """Build everything, and stop if a contender has other gradients than plain autograd."""
-    wanted: list[Tensor] = []
+    expected: list[Tensor] = []
     for name, run in runs.items():
         took = step(run, x, branches)
-        found = [p.grad.clone() for p in branches.parameters() if p.grad is not None]
-        wanted = wanted or found
-        worst = max(((a - b).norm() / b.norm()).item() for a, b in zip(found, wanted, strict=True))
+        gradients = [p.grad.clone() for p in branches.parameters() if p.grad is not None]
+        expected = expected or gradients
+        worst = worst_error(gradients, expected)
         print(f"  {name}: first call {took:.1f} s, gradients off by {worst:.1e}", flush=True)
         if worst > 1e-3:
             raise SystemExit(f"{name} has other gradients than {PLAIN}.")

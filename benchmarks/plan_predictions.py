@@ -2,9 +2,9 @@
 
     python benchmarks/plan_predictions.py [--quick] [--output DIR]
 
-In each round a chain is measured, and the plans that it predicts are run at once, so that both meet the same machine.
-The limits are 5% for the peak and 10% for the ratio of times; the report says which plans are past them, and the exit
-status is then 1. It goes to benchmarks/results/.
+In each round a chain is measured, and right after it the plans that it predicts are run, so that both meet the machine
+at the same speed. The limits are 5% for the peak and 10% for the ratio of times; the report names the plans that exceed
+them, and the exit status is then 1. It goes to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -27,9 +27,13 @@ from torch import Tensor, nn
 
 import retrograde as rg
 from harness.machine import describe, load
+from retrograde.engine.preserve import preserve
+from retrograde.measure.stacks import the_stack
+from retrograde.measure.timing import least_seconds
+from retrograde.measure.training_step import step_seconds
 from retrograde.models import ReversibleLM
 from retrograde.planning import Prediction, measure, measured, predict
-from retrograde.planning._steps import least_seconds, mean_square, planned_as, timed, undisturbed
+from retrograde.planning._measure import following
 
 PEAK, TIME = 0.05, 0.10
 
@@ -51,7 +55,7 @@ def language_model(width: int, depth: int, length: int) -> Setting:
 
 
 def small_mlps(depth: int, threads: int) -> Setting:
-    """Steps of a few milliseconds, of which what surrounds the products is a good part."""
+    """Steps of a few milliseconds, with much overhead around their matrix products."""
 
     def mlp(width: int) -> nn.Sequential:
         return nn.Sequential(
@@ -83,7 +87,7 @@ def plans(depth: int) -> dict[str, list[Any]]:
         "store": ["store"] * depth,
         "checkpoint": ["checkpoint"] * depth,
         "reverse": ["reverse"] * depth,
-        "partial": ["partial"] * depth,
+        "selective": ["selective"] * depth,
         "reverse, the last third stored": ["reverse"] * (depth - third) + ["store"] * third,
         "the first third stored, then reverse": ["store"] * third + ["reverse"] * (depth - third),
         "by turns": [("checkpoint", "reverse", "store")[i % 3] for i in range(depth)],
@@ -92,7 +96,7 @@ def plans(depth: int) -> dict[str, list[Any]]:
 
 @dataclass(frozen=True)
 class Round:
-    """What was predicted for each plan, and then found, right after one another."""
+    """What was predicted for each plan, and what was measured right after it."""
 
     predicted: dict[str, Prediction]
     seconds: dict[str, float]
@@ -104,31 +108,31 @@ class Round:
         return self.predicted[name].seconds / self.predicted["store"].seconds
 
     def steady(self) -> bool:
-        """Whether the machine was as fast when it predicted as it was then: storing all took as long."""
+        """Whether the machine kept its speed: storing everything took as long as it did for the prediction."""
         return abs(self.predicted["store"].seconds / self.seconds["store"] - 1) < TIME
 
 
 def compare(setting: Setting, rounds: int) -> tuple[list[str], list[str]]:
-    """The table, and the plans that are past the limits."""
+    """The table, and the plans that exceed the limits."""
     torch.manual_seed(0)
     torch.set_num_threads(setting.threads)
     model, batch = setting.make()
-    stack = next(module for module in model.modules() if isinstance(module, rg.ReversibleSequence))
-    chosen = plans(len(stack.blocks))
-    ways = {name: partial(planned_as, stack, memory) for name, memory in chosen.items()}
+    stack = the_stack(model)
+    chosen = plans(len(stack))
+    ways = {name: partial(following, stack, memory) for name, memory in chosen.items()}
     peaks = {}
     for name, way in ways.items():
         with way():
             peaks[name] = measured(model, batch).peak
-    found: list[Round] = []
+    taken: list[Round] = []
     for i in range(rounds):
         print(f"\r{setting.title}: round {i + 1} of {rounds}", end="", file=sys.stderr, flush=True)
         chain = measure(model, batch)
-        with undisturbed(model):
-            seconds = least_seconds(ways, partial(timed, model, batch, mean_square))
-        found.append(Round({name: predict(chain, memory) for name, memory in chosen.items()}, seconds))
+        with preserve(model):
+            seconds = least_seconds(ways, partial(step_seconds, model, batch))
+        taken.append(Round({name: predict(chain, memory) for name, memory in chosen.items()}, seconds))
     print(file=sys.stderr)
-    steady = [each for each in found if each.steady()]
+    steady = [each for each in taken if each.steady()]
     lines = [
         f"The machine changed its speed within {rounds - len(steady)} of {rounds} rounds, which are left out.",
         "",

@@ -1,8 +1,8 @@
-"""retrograde beside plain autograd, torch's checkpoint and the published libraries: time, memory, gradients.
+"""retrograde compared with plain autograd, torch's checkpoint and the published libraries: time, memory, gradients.
 
     python benchmarks/run.py [part ...] [--quick] [--output FOLDER]
 
-All parts by default, in about a quarter of an hour on two cores; leave the machine alone meanwhile. The report goes to
+All parts by default, in about a quarter of an hour on two otherwise idle cores. The report is written to
 benchmarks/results/, with its pictures and the raw figures as JSON.
 """
 
@@ -35,7 +35,7 @@ PARTS = (*settings.SETTINGS, "compiled", *SWEEPS)
 
 
 def compare(setting: Setting, contenders: tuple[Contender, ...], progress: Progress) -> Comparison:
-    """Time first; then memory and operations, which need modes that slow everything down."""
+    """Measure time first; then memory and operations, which need modes that slow everything down."""
     field = assemble(setting, contenders)
     times = seconds(setting, field, progress)
     compiled = setting.name == "compiled"
@@ -70,8 +70,8 @@ def sweep_part(part: str, results: Results, progress: Progress) -> None:
     else:
         names = [c.name for c in EVERYONE if not results.quick or c.name in QUICK_RESIDENT]
         for allocator in resident.ALLOCATORS:
-            found = resident.by_depth(sweep, names, progress, allocator)
-            results.resident[allocator] = Growth(sweep.setting, unit, *found)
+            growth = resident.by_depth(sweep, names, progress, allocator)
+            results.resident[allocator] = Growth(sweep.setting, unit, *growth)
 
 
 def measure(parts: list[str], progress: Progress, *, quick: bool) -> Results:
@@ -92,7 +92,7 @@ def measure(parts: list[str], progress: Progress, *, quick: bool) -> Results:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--quick", action="store_true", help="toy sizes: does everything work?")
+    parser.add_argument("--quick", action="store_true", help="toy sizes, to check that everything works")
     parser.add_argument("--output", type=Path, default=Path(__file__).resolve().parent / "results")
     arguments = parser.parse_args()
     parts = arguments.parts or list(PARTS)

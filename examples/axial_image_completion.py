@@ -1,9 +1,9 @@
-"""An image model with axial attention that draws the lower half of a handwritten digit from its upper half.
+"""An image model with axial attention that completes the lower half of a handwritten digit from its upper half.
 
-Attention runs along rows in one branch and along columns in the other, so that a pixel hears of
-every other one within a block. Images have their channels first: with `dim=1` the two streams are
-halves of the channels, and are put together again there. The digits are those that come with
-scikit-learn, 8 x 8 pixels.
+Attention runs along rows in one branch and along columns in the other, so that a pixel gets information
+from every other one within a block. Images have their channels first: with `dim=1` the two streams are
+halves of the channels, and are concatenated there. The digits are those that come with scikit-learn,
+8 x 8 pixels.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import retrograde as rg
 from memory_by_depth import Memory, print_memory
 from terminal import Options, Progress, read_options, run
 
-SIDE, KNOWN = 8, 4  # pixels a side; rows that are given
-WIDTH, HEADS, LAYERS = 32, 2, 3  # channels a stream; a layer has a block of attention and one of feed-forwards
+SIDE, GIVEN = 8, 4  # pixels per side; rows that are given
+WIDTH, HEADS, LAYERS = 32, 2, 3  # channels per stream; a layer has a block of attention and one of feed-forwards
 BATCH, TRAINING, SHOWN = 32, 1400, 10
 SHADES = " .:-=+*#%@"
 
@@ -62,14 +62,14 @@ class ImageModel(nn.Module):
         self.head = nn.Sequential(nn.GroupNorm(1, 2 * WIDTH), nn.Conv2d(2 * WIDTH, 1, 1))
 
     def forward(self, images: Tensor) -> Tensor:
-        """The logits of the hidden pixels' brightness, from images of which only the upper rows are looked at."""
-        known = torch.zeros_like(images)
-        known[:, :, :KNOWN] = 1
-        x = self.embed(torch.cat([images * known, known], 1)) + self.place
-        return self.head(self.stack(x))[:, :, KNOWN:]  # type: ignore[no-any-return]
+        """The logits of the hidden pixels' brightness, from images of which only the upper rows are read."""
+        mask = torch.zeros_like(images)
+        mask[:, :, :GIVEN] = 1
+        x = self.embed(torch.cat([images * mask, mask], 1)) + self.place
+        return self.head(self.stack(x))[:, :, GIVEN:]  # type: ignore[no-any-return]
 
     def loss(self, images: Tensor) -> Tensor:
-        return F.binary_cross_entropy_with_logits(self(images), images[:, :, KNOWN:])
+        return F.binary_cross_entropy_with_logits(self(images), images[:, :, GIVEN:])
 
 
 def read_digits() -> tuple[Tensor, Tensor]:
@@ -100,9 +100,9 @@ def train(images: Tensor, options: Options) -> ImageModel:
 
 
 def nearest(images: Tensor, training: Tensor) -> Tensor:
-    """The lower halves of the training images whose upper halves are most alike."""
-    upper, known = images[:, :, :KNOWN].flatten(1), training[:, :, :KNOWN].flatten(1)
-    return training[torch.cdist(upper, known).argmin(1), :, KNOWN:]
+    """The lower halves of the training images whose upper halves are most similar."""
+    upper, candidates = images[:, :, :GIVEN].flatten(1), training[:, :, :GIVEN].flatten(1)
+    return training[torch.cdist(upper, candidates).argmin(1), :, GIVEN:]
 
 
 def print_errors(guesses: dict[str, Tensor], truth: Tensor) -> None:
@@ -115,10 +115,10 @@ def print_errors(guesses: dict[str, Tensor], truth: Tensor) -> None:
 
 def print_digits(completed: Tensor, truth: Tensor) -> None:
     print("\nGiven above the line, completed below it; the truth at the bottom:")
-    for row in range(2 * SIDE - KNOWN):
+    for row in range(2 * SIDE - GIVEN):
         images = completed if row < SIDE else truth
-        lines = images[:, 0, row if row < SIDE else row - SIDE + KNOWN]
-        if row in (KNOWN, SIDE):
+        lines = images[:, 0, row if row < SIDE else row - SIDE + GIVEN]
+        if row in (GIVEN, SIDE):
             print("  " + "   ".join("-" * 2 * SIDE for _ in lines))
         print("  " + "   ".join("".join(2 * SHADES[int(v * (len(SHADES) - 1))] for v in line) for line in lines))
 
@@ -130,7 +130,7 @@ def draw(rows: dict[str, Tensor]) -> None:
     for axes_row, (name, images) in zip(figure.subplots(len(rows), SHOWN), rows.items(), strict=True):
         for axes, image in zip(axes_row, images, strict=True):
             axes.imshow(image[0].numpy(), cmap="gray_r", vmin=0, vmax=1)
-            axes.axhline(KNOWN - 0.5, color="tab:red", linewidth=1)
+            axes.axhline(GIVEN - 0.5, color="tab:red", linewidth=1)
             axes.set(xticks=[], yticks=[])
         axes_row[0].set_ylabel(name)
     picture.save(figure, "axial_image_completion.png")
@@ -138,10 +138,10 @@ def draw(rows: dict[str, Tensor]) -> None:
 
 @torch.no_grad()
 def show(model: ImageModel, training: Tensor, images: Tensor) -> None:
-    upper, truth = images[:, :, :KNOWN], images[:, :, KNOWN:]
+    upper, truth = images[:, :, :GIVEN], images[:, :, GIVEN:]
     guess = model(images).sigmoid()
     alike = nearest(images, training)
-    mean = training[:, :, KNOWN:].mean(0, keepdim=True).expand_as(truth)
+    mean = training[:, :, GIVEN:].mean(0, keepdim=True).expand_as(truth)
     print_errors({"this model": guess, "the most similar training image": alike, "the mean image": mean}, truth)
     completed = torch.cat([upper, guess], 2)
     print_digits(completed[:5], images[:5])

@@ -1,8 +1,8 @@
-"""A character model trained by one process, by several, or by several machines; it survives the death of any of them.
+"""A character model trained by one process, by several, or on several machines; training survives crashes of any.
 
     python examples/distributed_training.py
     torchrun --nproc-per-node 2 examples/distributed_training.py
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else processes that start again may find addresses of dead ones
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # otherwise restarted processes may read addresses of dead ones
     torchrun --nproc-per-node 2 --max-restarts 3 examples/distributed_training.py --fsdp
 
 and on each of two machines, with a folder that both can reach:
@@ -10,12 +10,12 @@ and on each of two machines, with a folder that both can reach:
     torchrun --nnodes 2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint first-machine:29400 \\
         examples/distributed_training.py --checkpoints /shared/run
 
-Every process takes its part of each batch, and gradients are averaged by DDP, or by FSDP2 with `--fsdp`. What comes
-next depends on the seed and the number of the step alone: which text, in which order, and which numbers dropout
-draws. A checkpoint therefore holds the model, the optimiser and the step. It is written under another name and then
-renamed, so there is never half of one. A run that finds checkpoints goes on from the last: after a crash, `torchrun`
-starts all processes again, and they end with the bits that they would have had without it. The text is the reference
-that comes with every Python.
+Every process takes its part of each batch, and gradients are averaged by DDP, or by FSDP2 with `--fsdp`. The text of a
+step, its order and the random numbers of dropout depend only on the seed and the step's number. A checkpoint therefore
+contains the model, the optimiser and the step. It is written under another name and then renamed, so it is never
+incomplete. A run resumes from the last checkpoint, if there is one: after a crash, `torchrun` restarts all processes,
+and the result is bit-identical to that of a run without the crash. The text is the reference that comes with every
+Python.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from torch.nn.parallel import DistributedDataParallel
 import retrograde as rg
 
 HEADS = 4
-LATE = timedelta(minutes=1)  # a process that waits longer than this for another gives up
+TIMEOUT = timedelta(minutes=1)  # for which a process waits for the others
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which of how many processes this is, and where its tensors live."""
+class Process:
+    """This process: its rank, the number of all processes, and the device of its tensors."""
 
     rank: int
     count: int
@@ -88,18 +88,18 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def joined() -> Iterator[Place]:
+def joined() -> Iterator[Process]:
     """Join the processes that torchrun started, if it did."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if not dist.is_torchelastic_launched():
-        yield Place(0, 1, device)
+        yield Process(0, 1, device)
         return
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=LATE)
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
     try:
-        yield Place(dist.get_rank(), dist.get_world_size(), device)
+        yield Process(dist.get_rank(), dist.get_world_size(), device)
     finally:
         dist.destroy_process_group()
 
@@ -132,7 +132,7 @@ class Model(nn.Module):
         super().__init__()
         width, dropout = options.width, options.dropout
         self.embed = nn.Embedding(characters, width)
-        self.place = nn.Parameter(0.02 * torch.randn(options.length, width))
+        self.process = nn.Parameter(0.02 * torch.randn(options.length, width))
         self.stack = rg.ReversibleSequence(
             [rg.two_stream(Attention(width, dropout), feed_forward(width, dropout)) for _ in range(options.depth)]
         )
@@ -140,12 +140,12 @@ class Model(nn.Module):
         self.head = nn.Linear(width, characters)
 
     def forward(self, text: Tensor) -> Tensor:
-        y = self.stack(self.embed(text[:, :-1]) + self.place)
+        y = self.stack(self.embed(text[:, :-1]) + self.process)
         return F.cross_entropy(self.head(self.norm(y)).flatten(0, 1), text[:, 1:].flatten())
 
 
 class Corpus:
-    """Windows of text, in an order that is drawn anew for every epoch from the seed and the epoch's number."""
+    """Windows of text, in an order that is drawn for each epoch from the seed and the epoch's number."""
 
     def __init__(self, options: Options) -> None:
         text = "\n".join(topics[name] for name in sorted(topics))
@@ -156,37 +156,37 @@ class Corpus:
         self.batch, self.seed = options.batch, options.seed
         self.epoch = len(self.windows) // self.batch  # steps
 
-    def part(self, step: int, place: Place) -> Tensor:
+    def part(self, step: int, process: Process) -> Tensor:
         """This process's part of the batch of a step. All parts together are the same for any number of processes."""
         epoch, at = divmod(step, self.epoch)
         order = torch.randperm(len(self.windows), generator=torch.Generator().manual_seed(mixed(self.seed, epoch)))
         chosen = order[at * self.batch : (at + 1) * self.batch]
-        return self.windows[chosen.chunk(place.count)[place.rank]].to(place.device)
+        return self.windows[chosen.chunk(process.count)[process.rank]].to(process.device)
 
 
 def mixed(*numbers: int) -> int:
-    """One seed of several numbers."""
+    """One seed made of several numbers."""
     return hash(numbers) % 2**63  # of whole numbers, it is the same in every process
 
 
 def parallel(model: Model, options: Options) -> nn.Module:
-    """The model under FSDP2, under DDP, or as it is where there is one process alone."""
+    """The model under FSDP2 or DDP; unchanged if there is only one process."""
     if not dist.is_initialized():
         return model
     if not options.fsdp:
         return DistributedDataParallel(model)
-    for block in model.stack.blocks:
+    for block in model.stack:
         fully_shard(block)
     fully_shard(model)
     return model
 
 
 class Checkpoints:
-    """Whole states in one file a step, whatever the number of processes; the last two are kept."""
+    """One file per step with the full state, whatever the number of processes; the last two are kept."""
 
-    def __init__(self, folder: Path, model: nn.Module, optimiser: torch.optim.Optimizer, place: Place) -> None:
-        self.folder, self.model, self.optimiser, self.place = folder, model, optimiser, place
-        if place.rank == 0:
+    def __init__(self, folder: Path, model: nn.Module, optimiser: torch.optim.Optimizer, process: Process) -> None:
+        self.folder, self.model, self.optimiser, self.process = folder, model, optimiser, process
+        if process.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             for unfinished in folder.glob("*.unfinished"):
                 unfinished.unlink()
@@ -194,26 +194,26 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08}.pt"
 
-    def found(self) -> list[Path]:
+    def finished(self) -> list[Path]:
         return sorted(self.folder.glob("step-*.pt"))
 
     def save(self, step: int) -> None:
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
         model, optimiser = get_state_dict(self.model, self.optimiser, options=whole)
-        if self.place.rank == 0:
+        if self.process.rank == 0:
             write(self.path(step), {"step": step, "model": model, "optimiser": optimiser})
-            for old in self.found()[:-2]:
+            for old in self.finished()[:-2]:
                 old.unlink()
 
     def resume(self) -> int:
         """Load the last checkpoint, if there is one, and return the number of steps done so far.
 
-        The first process alone reads it and sends it to the others, so that all start from the same one.
+        Only the first process reads it; it sends it to the others, so that all start from the same one.
         """
         state: dict[str, Any] = {"step": 0, "model": {}, "optimiser": {}}
-        if self.place.rank == 0 and (found := self.found()):
-            state = torch.load(found[-1], map_location="cpu", weights_only=True)
-        step = torch.tensor(state["step"], device=self.place.device)
+        if self.process.rank == 0 and (paths := self.finished()):
+            state = torch.load(paths[-1], map_location="cpu", weights_only=True)
+        step = torch.tensor(state["step"], device=self.process.device)
         if dist.is_initialized():
             dist.broadcast(step, src=0)
         if step > 0:
@@ -224,7 +224,7 @@ class Checkpoints:
 
 
 def write(path: Path, state: dict[str, Any]) -> None:
-    """Write a file that is there as a whole or not at all, even if the machine stops at any moment."""
+    """Write a file completely or not at all, even if the machine stops at any moment."""
     unfinished = path.with_suffix(".unfinished")
     with unfinished.open("wb") as file:
         torch.save(state, file)
@@ -238,55 +238,55 @@ def write(path: Path, state: dict[str, Any]) -> None:
         os.close(folder)
 
 
-def train(options: Options, place: Place) -> None:
+def train(options: Options, process: Process) -> None:
     corpus = Corpus(options)
     torch.manual_seed(options.seed)  # the same weights in every process
-    model = parallel(Model(len(corpus.characters), options).to(place.device), options)
+    model = parallel(Model(len(corpus.characters), options).to(process.device), options)
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    checkpoints = Checkpoints(options.checkpoints, model, optimiser, place)
+    checkpoints = Checkpoints(options.checkpoints, model, optimiser, process)
     start = checkpoints.resume()
-    how = "alone" if place.count == 1 else "with FSDP2" if options.fsdp else "with DDP"
-    say(f"rank {place.rank} of {place.count}, {how}: process {os.getpid()}, from step {start}")
+    how = "one process" if process.count == 1 else "with FSDP2" if options.fsdp else "with DDP"
+    say(f"rank {process.rank} of {process.count}, {how}: process {os.getpid()}, from step {start}")
     began = time.perf_counter()
     for step in range(start, options.steps):
-        torch.manual_seed(mixed(options.seed, step, place.rank))  # for dropout
-        loss = model(corpus.part(step, place))
+        torch.manual_seed(mixed(options.seed, step, process.rank))  # for dropout
+        loss = model(corpus.part(step, process))
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
         done = step + 1
         if done % options.show_every == 0 or done == options.steps:
             rate = (done - start) / (time.perf_counter() - began)
-            place.says(
+            process.says(
                 f"  step {done:>5}/{options.steps}  epoch {done / corpus.epoch:.2f}  "
-                f"loss {average(loss, place):.6f}  {rate:.1f} steps/s"
+                f"loss {average(loss, process):.6f}  {rate:.1f} steps/s"
             )
         if done % options.save_every == 0 or done == options.steps:
             checkpoints.save(done)
-    place.says(f"Done: {checkpoints.path(max(start, options.steps))}")
+    process.says(f"Done: {checkpoints.path(max(start, options.steps))}")
 
 
-def average(loss: Tensor, place: Place) -> float:
+def average(loss: Tensor, process: Process) -> float:
     """The mean over all processes."""
     mean = loss.detach().clone()
     if dist.is_initialized():
         dist.all_reduce(mean)
-    return mean.item() / place.count
+    return mean.item() / process.count
 
 
 def read_options() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--steps", type=_positive, default=300, help="training steps (default: %(default)s)")
-    add("--batch", type=_positive, default=16, help="texts a step, over all processes (default: %(default)s)")
-    add("--length", type=_positive, default=64, help="characters a text (default: %(default)s)")
+    add("--batch", type=_positive, default=16, help="texts per step, over all processes (default: %(default)s)")
+    add("--length", type=_positive, default=64, help="characters per text (default: %(default)s)")
     add("--width", type=_positive, default=64, help="features of a stream (default: %(default)s)")
     add("--depth", type=_positive, default=6, help="blocks (default: %(default)s)")
-    add("--dropout", type=float, default=0.1, help="share of a branch's update (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of all random numbers (default: %(default)s)")
-    add("--fsdp", action="store_true", help="shard the model with FSDP2 in the place of DDP")
+    add("--dropout", type=float, default=0.1, help="fraction of a branch's update (default: %(default)s)")
+    add("--seed", type=int, default=0, help="the seed of all random numbers (default: %(default)s)")
+    add("--fsdp", action="store_true", help="shard the model with FSDP2 instead of DDP")
     add("--checkpoints", type=Path, default=Path("example-output/distributed_training"),
-        help="folder to write checkpoints to, and to go on from (default: %(default)s)")  # fmt: skip
+        help="folder to write checkpoints to, and to resume from (default: %(default)s)")  # fmt: skip
     add("--save-every", type=_positive, default=50, help="steps (default: %(default)s)")
     add("--show-every", type=_positive, default=10, help="steps (default: %(default)s)")
     options = Options(**vars(parser.parse_args()))
@@ -296,7 +296,7 @@ def read_options() -> Options:
     if options.width % HEADS:
         parser.error(f"--width {options.width} cannot be shared by {HEADS} heads; give a multiple of {HEADS}")
     if not 0 <= options.dropout < 1:
-        parser.error(f"--dropout {options.dropout} is not a share from 0 up to, but not including, 1")
+        parser.error(f"--dropout {options.dropout} is not a fraction from 0 up to, but not including, 1")
     return options
 
 
@@ -309,10 +309,10 @@ def _positive(text: str) -> int:
 @record
 def main() -> None:
     options = read_options()
-    torch.set_num_threads(1)  # the matrices are small: processes on one machine would wait for each other's threads
+    torch.set_num_threads(1)  # the matrices are too small for several threads
     try:
-        with joined() as place:
-            train(options, place)
+        with joined() as process:
+            train(options, process)
     except KeyboardInterrupt:
         say("Stopped.")
         sys.exit(130)  # as a shell reports an interrupt

@@ -1,8 +1,8 @@
-"""A character model of the text that comes with every Python, at any depth in the same memory; then it writes.
+"""A character model of the text that comes with every Python, at any depth in the same memory; then it generates text.
 
 The model is `retrograde.models.ReversibleLM`: rotary positions, grouped-query attention, and a loss that never holds
-the logits of all characters. With --exact its streams are kept on a grid, and the gradients of reversing are
-those of stored activations to the last bit. At the end it continues a beginning, one character at a time, from a cache
+the logits of all characters. With --exact its streams are on a grid, and the gradients of memory="reverse" are
+bit-identical to those of stored activations. At the end it continues a prompt, one character at a time, with a cache
 of keys and values.
 """
 
@@ -32,13 +32,15 @@ def positive(text: str) -> int:
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="a few seconds instead of a minute, to see that it runs")
+    parser.add_argument(
+        "--small", action="store_true", help="run for a few seconds instead of a minute, to check that it works"
+    )
     parser.add_argument("--steps", type=positive, help="training steps (default: 400, small: 8)")
     parser.add_argument("--depth", type=positive, help="blocks (default: 8, small: 2)")
     parser.add_argument("--width", type=positive, help="of the streams, a multiple of 8 (default: 64)", default=64)
     parser.add_argument("--memory", choices=("store", "checkpoint", "reverse"), default="reverse")
-    parser.add_argument("--exact", action="store_true", help="keep the streams on a grid, so that nothing drifts")
-    parser.add_argument("--seed", type=int, default=0, help="of all random numbers (default: 0)")
+    parser.add_argument("--exact", action="store_true", help="put the streams on a grid, so that nothing drifts")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of all random numbers (default: 0)")
     options = parser.parse_args()
     if options.width % (2 * HEADS):
         parser.error(f"argument --width: {options.width} is not a multiple of {2 * HEADS} ({HEADS} heads of pairs)")
@@ -84,19 +86,19 @@ def train(model: ReversibleLM, corpus: Corpus, steps: int, generator: torch.Gene
 
 def write(model: ReversibleLM, corpus: Corpus, samples: int, seed: int) -> None:
     """Print a few texts, no longer than those it was trained on."""
-    beginnings = corpus.numbers("The ").expand(samples, -1)
-    start, steps = time.perf_counter(), LENGTH - beginnings.shape[1]
+    prompts = corpus.numbers("The ").expand(samples, -1)
+    start, steps = time.perf_counter(), LENGTH - prompts.shape[1]
     generator = torch.Generator().manual_seed(seed)
-    found = model.generate(beginnings, steps, temperature=0.7, top_k=20, generator=generator)
-    print(f"\nIt writes, {samples * steps / (time.perf_counter() - start):.0f} characters a second:")
-    for sample in found:
+    texts = model.generate(prompts, steps, temperature=0.7, top_k=20, generator=generator)
+    print(f"\nGenerated, {samples * steps / (time.perf_counter() - start):.0f} characters per second:")
+    for sample in texts:
         print("  | " + corpus.text(sample).replace("\n", "\n  | "))
 
 
 def main() -> None:
     options = read_options()
     torch.manual_seed(options.seed)
-    torch.set_num_threads(1)  # the matrices are small: on a busy machine, threads would wait for each other
+    torch.set_num_threads(1)  # the matrices are too small for several threads
     corpus = Corpus()
 
     def build(depth: int, memory: Memory) -> ReversibleLM:
@@ -110,7 +112,7 @@ def main() -> None:
     train(model, corpus, options.steps, generator)
     unseen = corpus.batch(corpus.unseen, 4 if options.small else 64, generator)
     with torch.no_grad():
-        print(f"\nUnseen text: {model.loss(unseen):.3f} nats a character ({len(corpus.characters)} different ones)")
+        print(f"\nUnseen text: {model.loss(unseen):.3f} nats per character ({len(corpus.characters)} different ones)")
     write(model, corpus, 1 if options.small else 4, options.seed)
     print_memory(build, lambda model: model.loss(unseen[:BATCH]), depths=(4, 16))
 

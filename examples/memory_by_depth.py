@@ -7,7 +7,7 @@ from typing import Literal, TypeVar
 
 from torch import Tensor, nn
 
-from retrograde.diagnose import MemoryTracker
+from retrograde.measure import MemoryTracker
 
 Memory = Literal["store", "reverse"]
 MODES: tuple[Memory, ...] = ("store", "reverse")
@@ -15,18 +15,17 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def peak_of(model: Model, loss: Callable[[Model], Tensor]) -> int:
-    """Bytes held at the peak of a forward and a backward pass, less the parameters and their gradients."""
-    loss(model).backward()  # so that the gradients are there to be ignored
+    """Bytes alive at the peak of a forward and a backward pass, without the parameters and their gradients."""
+    loss(model).backward()  # so that there are gradients to ignore
     with MemoryTracker(ignore=[model]) as tracker:
         loss(model).backward()
-    peak: int = tracker.peak
-    return peak
+    return tracker.peak
 
 
 def print_memory(
     build: Callable[[int, Memory], Model], loss: Callable[[Model], Tensor], depths: tuple[int, int]
 ) -> None:
-    """Measure the models that `build` makes of a number of blocks, and say whether memory grew with it."""
+    """Measure models of two depths, which `build` makes, and print whether memory grows with depth."""
     print("\nActivation memory at the peak of a step (parameters and their gradients not counted):")
     print("  blocks" + "".join(f"{mode:>14}" for mode in MODES))
     peaks = {depth: [peak_of(build(depth, mode), loss) for mode in MODES] for depth in depths}

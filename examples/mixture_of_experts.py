@@ -1,11 +1,11 @@
-"""Routing that reads the streams: what rounding does to it, and how `decide` holds it.
+"""Routing that reads the streams: the effect of rounding on it, and how `decide` prevents it.
 
 Each block sends every character to two of eight experts, by scores that it computes from a stream. Where
-the backward pass rebuilds that stream by inversion, its last digits differ, and a near tie falls the
-other way: the replay then computes another function than the first run did, and its gradient is wrong
-by more than rounding. `rg.decide(indices)` records the choice (here 16 bytes a character and block)
-and hands it to the replay. The example trains with it, and then takes the same model's gradients with
-stored activations, and with rebuilt ones with and without `decide`.
+the backward pass recomputes that stream by inversion, its last digits differ, and a near tie may be broken
+differently: the replay then computes another function than the first run did, and its gradient is wrong by
+more than rounding. `rg.decide(indices)` records the choice (here 16 bytes per character and block), and the
+replay reuses it. The example trains with it, and then computes the same model's gradients with stored
+activations, and with recomputed ones with and without `decide`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import retrograde as rg
 from memory_by_depth import Memory
+from retrograde.engine.drift import relative_error
 from terminal import Options, Progress, read_options, run
 
 WIDTH, EXPERTS, CHOSEN = 32, 8, 2
@@ -25,7 +26,7 @@ BATCH, LENGTH = 8, 64
 
 
 class Recent(nn.Module):
-    """Each place sees the four characters up to it."""
+    """Each position sees the four characters up to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,10 +39,10 @@ class Recent(nn.Module):
 
 
 class Mixture(nn.Module):
-    """The two best experts of each place, weighed by their scores.
+    """The two best experts of each position, weighted by their scores.
 
     Args:
-        routing: "decided" takes over the first run's choice in a replay, "free" chooses again.
+        routing: "decided" reuses the first run's choice in a replay, "free" chooses a second time.
     """
 
     def __init__(self) -> None:
@@ -79,7 +80,7 @@ class Model(nn.Module):
 
 
 class Corpus:
-    """The reference that comes with every Python."""
+    """The reference documentation that comes with every Python."""
 
     def __init__(self, seed: int) -> None:
         text = "\n".join(topics[name] for name in sorted(topics))
@@ -108,36 +109,38 @@ def train(corpus: Corpus, options: Options) -> Model:
 
 
 def gradients(model: Model, text: Tensor, *, memory: Memory, routing: str = "decided") -> tuple[Tensor, float]:
-    """All gradients of the model in one row, and the share of choices that replays took otherwise than first runs."""
+    """All gradients of the model in one vector, and the share of choices in which replays differ from first runs."""
     mixtures = [module for module in model.modules() if isinstance(module, Mixture)]
     for mixture in mixtures:
         mixture.routing, mixture.used = routing, {}
     model.stack.memory = memory
-    found = torch.autograd.grad(model.loss(text), list(model.parameters()))
+    grads = torch.autograd.grad(model.loss(text), list(model.parameters()))
     replayed = [m.used for m in mixtures if len(m.used) == 2]  # the last one keeps its graph
     flips = [(used[True] != used[False]).any(-1).float().mean() for used in replayed]
-    return torch.cat([g.float().flatten() for g in found]), float(torch.stack(flips).mean()) if flips else 0.0
+    return torch.cat([g.float().flatten() for g in grads]), float(torch.stack(flips).mean()) if flips else 0.0
 
 
 def print_row(model: Model, text: Tensor, dtype: torch.dtype) -> None:
-    """Rebuild activations with and without `decide`: how many choices differ, and what that does to the gradients."""
+    """Recompute activations with and without `decide`: how many choices differ, and the effect on the gradients."""
     model = model.to(dtype)
     stored, _ = gradients(model, text, memory="store")
     free, flips = gradients(model, text, memory="reverse", routing="free")
-    decided, held = gradients(model, text, memory="reverse")
-    errors = [float((found - stored).norm() / stored.norm()) for found in (free, decided)]
+    decided, decided_flips = gradients(model, text, memory="reverse")
+    errors = [relative_error(recomputed, stored) for recomputed in (free, decided)]
     name = str(dtype).removeprefix("torch.")
-    print(f"  {name:<12}{flips:>10.3%}{held:>12.3%}{errors[0]:>16.2e}{errors[1]:>12.2e}")
+    print(f"  {name:<12}{flips:>10.3%}{decided_flips:>12.3%}{errors[0]:>16.2e}{errors[1]:>12.2e}")
 
 
 def main() -> None:
     options = read_options(__doc__, steps=60)
     corpus = Corpus(options.seed)
-    print(f"{len(corpus.numbers):,} characters of text; {EXPERTS} experts a block, of which {CHOSEN} are chosen.")
+    print(f"{len(corpus.numbers):,} characters of text; {EXPERTS} experts per block, of which {CHOSEN} are chosen.")
     model = train(corpus, options)
     text = corpus.batch()
     blocks = len(model.stack.blocks)
-    print(f"\nPlaces that a replay sends to other experts, in {blocks} blocks, and the relative error of all gradients")
+    print(
+        f"\nPositions that a replay sends to other experts, in {blocks} blocks, and the relative error of all gradients"
+    )
     print("against stored activations:")
     print(f"  {'':<12}{'other experts':>22}{'gradient error':>28}")
     print(f"  {'streams':<12}{'free':>10}{'decided':>12}{'free':>16}{'decided':>12}")

@@ -1,4 +1,4 @@
-"""Pictures in example-output/, where matplotlib is installed; the examples print what matters all the same."""
+"""Pictures in example-output/, where matplotlib is installed; the examples also print the main results."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ OUTPUT = Path("example-output")
 
 
 def blank(width: float, height: float) -> Figure | None:
-    """An empty figure of so many inches, or None (and a word about it) without matplotlib."""
+    """An empty figure of so many inches, or None (and a message) without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        print("\nNo picture, as matplotlib is not installed: pip install matplotlib")
+        print("\nNo picture, because matplotlib is not installed: pip install matplotlib")
         return None
     return Figure(figsize=(width, height), layout="constrained")
 

@@ -1,12 +1,12 @@
-"""Energies of molecules whose atoms are points in space: the prediction does not change when a molecule is turned.
+"""Energies of molecules whose atoms are points in space: the prediction does not change when a molecule is rotated.
 
 The state of such a model has four parts, and only one of them is updated: the values of the atoms
 are the streams, while their coordinates, the mask of atoms that exist and the bonds between them
-are context, `stack(values, coords=..., mask=..., edges=...)`. The branches look at distances
-alone. Context is a true input: gradients reach the coordinates, where they are forces, and the bonds.
+are context, `stack(values, coords=..., mask=..., edges=...)`. The branches use only distances.
+Context is a true input: gradients reach the coordinates, where they are forces, and the bonds.
 
-The molecules are made up here. Their energy, which the model never sees the formula of, is that of springs
-along the bonds and of charges that attract or repel each other.
+The molecules are synthetic. Their energy, whose formula the model does not know, is that of springs along
+the bonds and of charges that attract or repel each other.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ Molecules = dict[str, Tensor]  # values, coords, mask, edges
 
 
 def distances(coords: Tensor) -> Tensor:
-    """Between all pairs of points; the small number keeps the gradient of a point's distance to itself finite."""
+    """The distances of all pairs; the small number keeps the gradient of a point's distance to itself finite."""
     return ((coords[:, :, None] - coords[:, None]).square().sum(-1) + 1e-6).sqrt()
 
 
 class Messages(nn.Module):
-    """Every atom hears from every other one, through a filter made of their distance and bond."""
+    """Every atom gets messages of all others, through a filter made of their distance and bond."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.speak = nn.Linear(WIDTH, WIDTH)
+        self.send = nn.Linear(WIDTH, WIDTH)
         self.filter = nn.Sequential(nn.Linear(WAVES + 1, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH))
-        self.hear = nn.Linear(WIDTH, WIDTH)
+        self.receive = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, coords: Tensor, mask: Tensor, edges: Tensor) -> Tensor:
         centres = torch.linspace(0, 5, WAVES)
-        seen = torch.exp(-3 * (distances(coords)[..., None] - centres).square())
-        filters = self.filter(torch.cat([seen, edges[..., None] / 20], -1))
+        basis = torch.exp(-3 * (distances(coords)[..., None] - centres).square())
+        filters = self.filter(torch.cat([basis, edges[..., None] / 20], -1))
         others = (mask[:, None] & mask[:, :, None]) & ~torch.eye(mask.shape[1], dtype=torch.bool)
-        heard = (filters * others[..., None] * self.speak(self.norm(x))[:, None]).sum(2) / math.sqrt(ATOMS)
-        return self.hear(heard)  # type: ignore[no-any-return]
+        messages = (filters * others[..., None] * self.send(self.norm(x))[:, None]).sum(2) / math.sqrt(ATOMS)
+        return self.receive(messages)  # type: ignore[no-any-return]
 
 
 def feed_forward() -> nn.Module:
@@ -69,7 +69,7 @@ class EnergyModel(nn.Module):
 
 
 def make_molecules(count: int, generator: torch.Generator) -> Molecules:
-    """Chains of atoms with bonds of various stiffness between neighbours, at random places; the rest is padding."""
+    """Chains of atoms with bonds of various stiffness between neighbours, at random positions; the rest is padding."""
     steps = torch.randn(count, ATOMS, 3, generator=generator)
     lengths = 0.5 + torch.rand(count, ATOMS, 1, generator=generator)
     coords = (steps / steps.norm(dim=-1, keepdim=True) * lengths).cumsum(1)
@@ -88,13 +88,13 @@ def true_energy(values: Tensor, coords: Tensor, mask: Tensor, edges: Tensor) -> 
 
 
 def gradients(energy: Tensor, molecules: Molecules) -> tuple[Tensor, Tensor]:
-    """Those of the energies to coordinates and edges."""
+    """The gradients of the energies to coordinates and edges."""
     coords, edges = torch.autograd.grad(energy.sum(), [molecules["coords"], molecules["edges"]])
     return coords, edges
 
 
-def turned(molecules: Molecules, generator: torch.Generator) -> tuple[Molecules, Tensor]:
-    """The same molecules, each rotated another way, and the rotations."""
+def rotated(molecules: Molecules, generator: torch.Generator) -> tuple[Molecules, Tensor]:
+    """The same molecules, each rotated at random, and the rotations."""
     count = len(molecules["coords"])
     rotations = torch.linalg.qr(torch.randn(count, 3, 3, generator=generator, dtype=torch.float64))[0]
     rotations = (rotations * torch.linalg.det(rotations)[:, None, None]).to(molecules["coords"].dtype)
@@ -119,32 +119,35 @@ def train(options: Options, scale: float) -> EnergyModel:
     return model.eval()
 
 
-def print_agreement(name: str, found: Tensor, true: Tensor) -> None:
-    likeness = torch.cosine_similarity(found.flatten(), true.flatten(), dim=0)
-    print(f"  gradient to {name}: RMS {found.square().mean().sqrt():.3g} for {true.square().mean().sqrt():.3g}", end="")
+def print_agreement(name: str, predicted: Tensor, true: Tensor) -> None:
+    likeness = torch.cosine_similarity(predicted.flatten(), true.flatten(), dim=0)
+    print(
+        f"  gradient to {name}: RMS {predicted.square().mean().sqrt():.3g} for {true.square().mean().sqrt():.3g}",
+        end="",
+    )
     print(f", cosine {likeness:.3f}")
 
 
 def print_accuracy(model: EnergyModel, molecules: Molecules, scale: float) -> None:
     guess, truth = model(**molecules) * scale, true_energy(**molecules)
-    found, true = gradients(guess, molecules), gradients(truth, molecules)
+    predicted, true = gradients(guess, molecules), gradients(truth, molecules)
     atoms, bonds = molecules["mask"], molecules["edges"] > 0
-    print(f"\n{len(truth)} molecules that it has not seen, of {FEWEST} to {ATOMS} atoms, against the truth:")
+    print(f"\n{len(truth)} molecules that it was not trained on, of {FEWEST} to {ATOMS} atoms, against the truth:")
     print(f"  energy: RMS error {(guess - truth).square().mean().sqrt():.3f}, a spread of {truth.std():.3f}")
-    print_agreement("coords", found[0][atoms], true[0][atoms])
-    print_agreement("edges", found[1][bonds], true[1][bonds])
+    print_agreement("coords", predicted[0][atoms], true[0][atoms])
+    print_agreement("edges", predicted[1][bonds], true[1][bonds])
 
 
 def print_changes(model: EnergyModel, molecules: Molecules) -> None:
-    """What becomes of predictions when molecules are turned; and when they are stretched, as a control."""
-    rotated, rotations = turned(molecules, torch.Generator().manual_seed(5))
+    """Print how predictions change when molecules are rotated; and when they are stretched, as a control."""
+    turned, rotations = rotated(molecules, torch.Generator().manual_seed(5))
     stretched = {**molecules, "coords": 1.01 * molecules["coords"]}
-    before, after, other = model(**molecules), model(**rotated), model(**stretched)
+    before, after, other = model(**molecules), model(**turned), model(**stretched)
     forces = gradients(before, molecules)[0]
-    change_of_forces = gradients(after, rotated)[0] - forces @ rotations
-    print("\nEach molecule turned at random; changes in units of the spread of all energies (or forces):")
+    change_of_forces = gradients(after, turned)[0] - forces @ rotations
+    print("\nEach molecule rotated at random; changes in units of the spread of all energies (or forces):")
     print(f"  largest change of an energy: {(after - before).abs().max() / before.std():.1e}")
-    print(f"  largest change of a force, turned as the molecule is: {change_of_forces.abs().max() / forces.std():.1e}")
+    print(f"  largest change of a force, rotated as the molecule is: {change_of_forces.abs().max() / forces.std():.1e}")
     print(f"  for comparison, an energy when stretched by 1%: {(other - before).abs().max() / before.std():.1e}")
 
 
@@ -152,13 +155,13 @@ def draw(model: EnergyModel, molecules: Molecules, scale: float) -> None:
     figure = picture.blank(13, 4.5)
     if figure is None:
         return
-    rotated, _ = turned(molecules, torch.Generator().manual_seed(5))
+    turned, _ = rotated(molecules, torch.Generator().manual_seed(5))
     left, *others = figure.subplots(1, 3)
     guess, truth = model(**molecules) * scale, true_energy(**molecules)
     left.scatter(truth.detach(), guess.detach(), s=6, alpha=0.5)
     left.axline((0, 0), slope=1, color="black", linewidth=0.8)
     left.set(title="Energies of unseen molecules", xlabel="true", ylabel="predicted")
-    for axes, title, shown in zip(others, ("A molecule", "The same, turned"), (molecules, rotated), strict=True):
+    for axes, title, shown in zip(others, ("A molecule", "The same, rotated"), (molecules, turned), strict=True):
         energy = model(**shown) * scale
         predicted, true = gradients(energy, shown)[0][0], gradients(true_energy(**shown), shown)[0][0]
         atoms = int(shown["mask"][0].sum())

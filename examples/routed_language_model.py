@@ -1,12 +1,12 @@
-"""A character model whose feed-forward is a mixture of experts: each character is sent to one of them.
+"""A character model whose feed-forward is a mixture of experts: each character is routed to one of them.
 
-Left alone, routers favour some experts and starve others. Each mixture therefore returns a second
-value, an auxiliary loss that is least when all experts get the same share; `aux="g"` tells the
-block so, and the stack returns the sum over its blocks: `y, aux = stack(x)`. The example trains
-once without and once with it. The text is the reference that comes with every Python.
+Without a balance loss, routers favour some experts and neglect others. Each mixture therefore returns a
+second value, an auxiliary loss that is least when all experts get the same share; `aux="g"` declares it,
+and the stack returns the sum over its blocks: `y, aux = stack(x)`. The example trains once without and
+once with it. The text is the reference that comes with every Python.
 
-The routers read `hint`, a context of the call. A replay gets it bit for bit, so that rounding, which
-reaches the rebuilt streams, cannot send a character to another expert than in the first run.
+The routers read `hint`, a context of the call. It is bit-identical in a replay, so rounding, which changes
+the recomputed streams, cannot send a character to another expert than in the first run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Attention(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Each character goes through the expert that its router finds likeliest."""
+    """Each character goes through the expert to which its router gives the highest probability."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,8 +59,8 @@ class Mixture(nn.Module):
         weight, chosen = odds.max(-1)
         counts, order = chosen.bincount(minlength=EXPERTS), chosen.argsort(stable=True)
         parts = self.norm(x).flatten(0, 1)[order].split(counts.tolist())
-        found = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
-        update = (weight[:, None] * found[order.argsort()]).view_as(x)
+        outputs = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+        update = (weight[:, None] * outputs[order.argsort()]).view_as(x)
         balance = EXPERTS * (counts / len(chosen) * odds.mean(0)).sum()  # 1 if even, EXPERTS if one gets all
         return update, balance
 
@@ -70,7 +70,7 @@ class RoutedModel(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(characters, WIDTH)
         self.place = nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH))
-        self.recent = nn.Conv1d(WIDTH, WIDTH, kernel_size=4)  # what the routers go by: the last four characters
+        self.recent = nn.Conv1d(WIDTH, WIDTH, kernel_size=4)  # the input of the routers: the last four characters
         self.stack = rg.ReversibleSequence(
             [rg.two_stream(Attention(), Mixture(), aux="g") for _ in range(depth)], memory=memory
         )
@@ -81,13 +81,13 @@ class RoutedModel(nn.Module):
         return self.recent(F.pad(embedded.transpose(1, 2), (3, 0))).transpose(1, 2)  # type: ignore[no-any-return]
 
     def forward(self, text: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits of the next character at every place, and the auxiliary loss of a block."""
+        """The logits of the next character at every position, and the auxiliary loss per block."""
         embedded = self.embed(text)
         y, aux = self.stack(embedded + self.place[: text.shape[1]], hint=self.hint(embedded))
         return self.head(self.norm(y)), aux / len(self.stack.blocks)
 
     def loss(self, text: Tensor, balance: float) -> tuple[Tensor, Tensor]:
-        """The loss to train on, and the part of it that judges the text."""
+        """The loss to train on, and the cross-entropy in it."""
         logits, aux = self(text[:, :-1])
         entropy = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
         return entropy + balance * aux, entropy
@@ -155,7 +155,7 @@ def main() -> None:
     corpus = Corpus()
     print(f"{len(corpus.numbers):,} characters of text; blocks of width {WIDTH} with {EXPERTS} experts each.")
     unseen = corpus.batch(4 if options.small else 64, torch.Generator().manual_seed(2), "unseen")
-    summary = f"\n  {'auxiliary loss':<16}{'unseen text':>12}{'balance a block':>18}{'busiest expert':>20}\n"
+    summary = f"\n  {'auxiliary loss':<16}{'unseen text':>12}{'balance per block':>18}{'busiest expert':>20}\n"
     for balance in (0.0, BALANCE):
         print(f"\nTraining with {balance:g} times the auxiliary loss, then routing unseen text:")
         model = train(corpus, options, balance)

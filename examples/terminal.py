@@ -1,4 +1,4 @@
-"""What every example does at the terminal: read its options, show progress, stop cleanly on Ctrl-C."""
+"""The terminal interface of all examples: options, progress, and a clean end on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class Options:
-    """`small` makes everything small enough for a test; the result is then nothing to look at."""
+    """`small` makes everything small enough for a test; the result is then not meaningful."""
 
     small: bool
     steps: int
@@ -21,14 +21,16 @@ class Options:
 
 
 def read_options(description: str | None, *, steps: int, small_steps: int = 8) -> Options:
-    """The options of the command line, seeds set accordingly; a bad one ends the program with a clear message."""
+    """Read the options of the command line, and set the seed; a bad option ends the program with a message."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="a few seconds instead of a minute, to see that it runs")
+    parser.add_argument(
+        "--small", action="store_true", help="run for a few seconds instead of a minute, to check that it works"
+    )
     parser.add_argument("--steps", type=_positive, help=f"training steps (default: {steps}, small: {small_steps})")
-    parser.add_argument("--seed", type=int, default=0, help="of all random numbers (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of all random numbers (default: 0)")
     given = parser.parse_args()
     torch.manual_seed(given.seed)
-    torch.set_num_threads(1)  # the matrices are small: on a busy machine, threads would wait for each other
+    torch.set_num_threads(1)  # the matrices are too small for several threads
     return Options(given.small, given.steps or (small_steps if given.small else steps), given.seed)
 
 
@@ -39,7 +41,7 @@ def _positive(text: str) -> int:
 
 
 class Progress:
-    """One line that is written over on a terminal, and a plain line at each quarter elsewhere."""
+    """One line that is overwritten on a terminal; elsewhere a plain line at each quarter."""
 
     def __init__(self, label: str, steps: int) -> None:
         self.label = label

@@ -1,10 +1,10 @@
-"""A model of clips with picture and sound that hears what it is not given, because it sees it.
+"""A model of clips with video and audio that predicts missing audio from the video.
 
 A ball flies about in a box, pushed at random; its height is the loudness of a tone, and it clicks
 when it meets a wall. The model gets the whole video, but only the first quarter of the sound, and
-is asked for the rest. Blocks in which each modality attends to itself alternate with blocks in which
-they attend to each other. A second model, of the same size, has blocks of the first kind
-only: what it cannot do is what the way between the modalities makes possible.
+predicts the rest. Blocks in which each modality attends to itself alternate with blocks in which
+they attend to each other. A second model, of the same size, has only blocks of the first kind: the
+difference shows what attention between the modalities makes possible.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import retrograde as rg
 from memory_by_depth import Memory, print_memory
 from terminal import Options, Progress, read_options, run
 
-FRAMES, SIDE, SAMPLES = 24, 10, 8  # frames a clip, pixels a side, samples of sound a frame
+FRAMES, SIDE, SAMPLES = 24, 10, 8  # frames per clip, pixels per side, samples of sound per frame
 HEARD = FRAMES // 4
 WIDTH, HEADS, DEPTH, BATCH = 48, 4, 6, 32
 Between = Literal["itself", "each other"]
@@ -33,7 +33,7 @@ class Clips(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Of a modality to itself, or to the other one if it is handed over; masked places are not attended to."""
+    """Attention of a modality to itself, or to the other one if it is given; masked positions are ignored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class ClipModel(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, SAMPLES))
 
     def forward(self, clips: Clips) -> Tensor:
-        """The whole sound of each clip; of the given one, only the first frames are looked at."""
+        """The whole sound of each clip, from the first frames of the given one."""
         heard = (torch.arange(FRAMES) < HEARD).expand(len(clips.audio), -1)
         audio = torch.where(heard[..., None], self.embed["audio"](clips.audio), self.hidden)
         streams = {"video": self.embed["video"](clips.video) + self.time, "audio": audio + self.time}
@@ -137,7 +137,7 @@ def print_errors(models: dict[Between, ClipModel], clips: Clips) -> None:
         "no model: the mean of many clips": mean,
     }
     spread = (mean - clips.audio)[:, HEARD:].square().mean()
-    print(f"\nThe sound that was not given, in {len(clips.audio)} clips that the models have not met:")
+    print(f"\nThe sound that was not given, in {len(clips.audio)} clips that the models were not trained on:")
     print(f"  {'modalities attend to':<44}{'RMS error':>10}{'explained':>11}")
     for name, prediction in predictions.items():
         error = (prediction - clips.audio)[:, HEARD:].square().mean()
@@ -170,7 +170,7 @@ def draw(models: dict[Between, ClipModel], clips: Clips) -> None:
 def main() -> None:
     options = read_options(__doc__, steps=600)
     unseen = make_clips(64 if options.small else 512, torch.Generator().manual_seed(options.seed + 2))
-    print("Training to hear from the video, new clips at every step; modalities attend to")
+    print("Training to predict audio from video, new clips at every step; modalities attend to")
     models: dict[Between, ClipModel] = {"each other": train("each other", options), "itself": train("itself", options)}
     print_errors(models, unseen)
     draw(models, unseen)

@@ -1,9 +1,9 @@
-"""What making a trained residual network reversible does to its loss, recipe by recipe.
+"""How each recipe that makes a trained residual network reversible changes its loss.
 
 A small pre-norm transformer is trained on characters as an ordinary residual network. Each recipe of
-`retrograde.convert` is applied to a copy of it: the loss on unseen text is taken right after the conversion and again
-after fine-tuning, beside the stock network that was fine-tuned as long. Then the bytes: what the side bits
-weigh, and the peak of a training step beside checkpointing.
+`retrograde.convert` is applied to a copy of it. The loss on unseen text is measured right after the conversion and
+after fine-tuning, and compared with the original network, fine-tuned for as many steps. Then the memory: the bytes of
+the extra bits, and the peak of a training step compared with checkpointing.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from report import Page, Progress, read_options, run, size, spread, table
+from report import Page, Progress, read_options, run, spread, table
 from retrograde.conversion import Conversion, Report, convert, recipes
 from retrograde.conversion._recipes import Recipe
-from retrograde.diagnose import MemoryTracker
+from retrograde.measure import MemoryTracker
+from retrograde.measure import format_bytes as size
 from training import task_of
 
 RECIPES: dict[str, Recipe | None] = {
-    "stock": None,
+    "original": None,
     "BDIA": recipes.BDIA(),
     "momentum, β = 1/16": recipes.Momentum(1 / 16),
     "scaled (MEFT), λ = 1/16": recipes.ScaledResidual(1 / 16),
@@ -86,7 +87,7 @@ class Attention(nn.Module):
 
 
 class Model(nn.Module):
-    """A language model of characters, with the layers in a list as everybody has them."""
+    """A language model of characters, with its layers in an nn.ModuleList."""
 
     def __init__(self, characters: int, length: int, width: int, depth: int) -> None:
         super().__init__()
@@ -94,18 +95,18 @@ class Model(nn.Module):
         self.positions = nn.Parameter(torch.randn(length, width) * 0.02)
         self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, characters)
-        self.keeps: Literal["all", "inputs"] = "all"
+        self.saves: Literal["all", "inputs"] = "all"
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens) + self.positions[: tokens.shape[1]]
         for layer in self.layers:
-            x = layer(x) if self.keeps == "all" else checkpoint(layer, x, use_reentrant=False)
+            x = layer(x) if self.saves == "all" else checkpoint(layer, x, use_reentrant=False)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
 
 def train(model: nn.Module, steps: int, batch: int, seed: int, rate: float, before: Callable[[int], None]) -> None:
-    """AdamW with a warm-up and a linear fall of the rate. `before` is called before each step."""
+    """AdamW with warm-up and linear decay of the learning rate. `before` is called before each step."""
     task, generator = task_of("characters"), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     warm = max(1, steps // 10)
@@ -134,8 +135,8 @@ def unseen(model: nn.Module) -> float:
 
 
 @dataclass
-class Found:
-    """One recipe on one trained network. `seconds` are of a training step, in units of the stock network's."""
+class Result:
+    """One recipe on one trained network. `seconds` is the time of a training step relative to the original network."""
 
     before: float
     after: float
@@ -143,7 +144,7 @@ class Found:
     seconds: dict[str, float]
 
 
-def tuned(base: Model, recipe: Recipe | None, sizes: Sizes, seed: int) -> Found:
+def tuned(base: Model, recipe: Recipe | None, sizes: Sizes, seed: int) -> Result:
     """Convert a copy, and fine-tune it."""
     model = copy.deepcopy(base)
     conversion = None if recipe is None else convert(model, recipe)
@@ -157,27 +158,27 @@ def tuned(base: Model, recipe: Recipe | None, sizes: Sizes, seed: int) -> Found:
 
     if conversion is not None:
         report = conversion.measure(tokens, loss=loss)
-    return Found(before, after, report, seconds(model, conversion, lambda: loss(model(tokens)).backward()))
+    return Result(before, after, report, seconds(model, conversion, lambda: loss(model(tokens)).backward()))
 
 
 def seconds(model: Model, conversion: Conversion | None, step: Callable[[], None]) -> dict[str, float]:
-    """Processor time of a step in each way, as the median of ratios to stock taken round by round."""
+    """Processor time of a step in each way: the median of its ratios to the original network in the same round."""
     ways = ["torch checkpoint"] if conversion is None else ["checkpoint", "reverse"]
     ratios: dict[str, list[float]] = {way: [] for way in ways}
     model.train()
     for _ in range(9):
-        with nullcontext() if conversion is None else conversion.stock():
+        with nullcontext() if conversion is None else conversion.original():
             step()
-            stock = _timed(step)
+            original = _timed(step)
         for way in ways:
             if conversion is None:
-                model.keeps = "inputs"
+                model.saves = "inputs"
             else:
-                conversion.stack.memory = way  # type: ignore[assignment]
+                conversion.stack.memory = way
             step()
-            ratios[way].append(_timed(step) / stock)
-        model.keeps = "all"
-    return {way: statistics.median(found) for way, found in ratios.items()}
+            ratios[way].append(_timed(step) / original)
+        model.saves = "all"
+    return {way: statistics.median(values) for way, values in ratios.items()}
 
 
 def _timed(step: Callable[[], None]) -> float:
@@ -187,10 +188,10 @@ def _timed(step: Callable[[], None]) -> float:
 
 
 def checkpointed_peak(model: Model, sizes: Sizes) -> int:
-    """The peak of a step of the stock network under torch's checkpoint."""
+    """The peak of a step of the original network with torch's checkpoint."""
     tokens, targets = task_of("characters").batch(sizes.batch, torch.Generator().manual_seed(0))
     model = copy.deepcopy(model).train()
-    model.keeps = "inputs"
+    model.saves = "inputs"
     for _ in range(2):
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         with MemoryTracker(ignore=[model, tokens, targets, *gradients]) as tracker:
@@ -199,7 +200,7 @@ def checkpointed_peak(model: Model, sizes: Sizes) -> int:
 
 
 def annealed(conversion: Conversion | None, step: int, steps: int) -> None:
-    """From γ = 0 to 1 over the first three quarters, in sixteenths; without side bits from there on."""
+    """Move γ from 0 to 1 in sixteenths over the first three quarters; no extra bits are needed from there on."""
     if conversion is None or not isinstance(recipe := conversion.stack.recipe, recipes.Annealed):
         return
     gamma = min(1.0, int(16 * step / (0.75 * steps)) / 16)
@@ -212,7 +213,7 @@ def main() -> None:
     sizes = QUICK if options.quick else FULL
     page = Page("conversion_recipes", "What each recipe of convert does to the loss", options)
     progress = Progress("conversions", sizes.seeds * (len(RECIPES) + 1))
-    found: dict[str, list[Found]] = {name: [] for name in RECIPES}
+    results: dict[str, list[Result]] = {name: [] for name in RECIPES}
     for seed in range(sizes.seeds):
         torch.manual_seed(seed)
         task = task_of("characters")
@@ -220,53 +221,53 @@ def main() -> None:
         train(base, sizes.training, sizes.batch, 100 + seed, 3e-3, lambda step: None)
         progress.step(f"trained, seed {seed}: {unseen(base):.4f}")
         for name, recipe in RECIPES.items():
-            found[name].append(tuned(base, recipe, sizes, seed))
-            progress.step(f"{name}, seed {seed}: {found[name][-1].before:.4f}, then {found[name][-1].after:.4f}")
-    write(page, sizes, found, checkpointed_peak(base, sizes))
+            results[name].append(tuned(base, recipe, sizes, seed))
+            progress.step(f"{name}, seed {seed}: {results[name][-1].before:.4f}, then {results[name][-1].after:.4f}")
+    write(page, sizes, results, checkpointed_peak(base, sizes))
 
 
-def write(page: Page, sizes: Sizes, found: dict[str, list[Found]], checkpointed: int) -> None:
+def write(page: Page, sizes: Sizes, results: dict[str, list[Result]], checkpointed: int) -> None:
     parameters = f"width {sizes.width}, {sizes.depth} layers, batches of {sizes.batch} × 64 characters"
     page.add(
         f"A character model ({parameters}) was trained for {sizes.training} steps as a residual network, then "
         f"converted and fine-tuned for {sizes.tuning} steps; {sizes.seeds} seeds, mean ± standard deviation of the "
         "loss on unseen text, in eval. Fine-tuning ran with memory='reverse' on the exact grid.",
         "## Loss",
-        table(["recipe", "converted", "fine-tuned", "less stock, fine-tuned"], loss_rows(found)),
+        table(["recipe", "converted", "fine-tuned", "fine-tuned, minus the original"], loss_rows(results)),
         "## Bytes and time of one training step, after fine-tuning",
-        "Peaks are live bytes less parameters, gradients and batch; `stock` keeps everything. Time is the "
-        f"processor's, as a ratio to stock. The stock network under torch's checkpoint peaks at {size(checkpointed)} "
-        f"and takes {median(found['stock'], 'torch checkpoint')} times as long as stock. The gradient "
-        "error is against stored activations.",
+        "Peaks are live bytes without parameters, gradients and batch; the original network stores everything. Time is "
+        "processor time, as a ratio to the original network. The original network with torch's checkpoint peaks at "
+        f"{size(checkpointed)} and takes {median(results['original'], 'torch checkpoint')} times as long. The gradient "
+        "error is relative to stored activations.",
         table(
             [
-                "recipe", "bits a layer and element", "side bits in all", "peak: stock", "checkpoint", "reverse",
-                "time: checkpoint", "reverse ", "gradient error",
+                "recipe", "extra bits per element per layer", "extra bits in total", "peak: original", "checkpoint",
+                "reverse", "time: checkpoint", "reverse ", "gradient error",
             ],
-            byte_rows(found),
+            byte_rows(results),
         ),
     )  # fmt: skip
     page.write()
 
 
-def median(runs: list[Found], way: str) -> str:
+def median(runs: list[Result], way: str) -> str:
     return f"{statistics.median(r.seconds[way] for r in runs):.2f}"
 
 
-def loss_rows(found: dict[str, list[Found]]) -> list[list[str]]:
+def loss_rows(results: dict[str, list[Result]]) -> list[list[str]]:
     rows = []
-    for name, runs in found.items():
-        differences = [a.after - b.after for a, b in zip(runs, found["stock"], strict=True)]
+    for name, runs in results.items():
+        differences = [a.after - b.after for a, b in zip(runs, results["original"], strict=True)]
         rows.append([name, spread([r.before for r in runs]), spread([r.after for r in runs]), spread(differences)])
     return rows
 
 
-def byte_rows(found: dict[str, list[Found]]) -> list[list[str]]:
+def byte_rows(results: dict[str, list[Result]]) -> list[list[str]]:
     rows = []
-    for name, runs in found.items():
+    for name, runs in results.items():
         report = runs[0].report
         if report is not None:
-            peaks = [size(report.peaks[mode]) for mode in ("stock", "checkpoint", "reverse")]
+            peaks = [size(report.peaks[mode]) for mode in ("original", "checkpoint", "reverse")]
             error = max(r.report.gradient_error for r in runs if r.report is not None)
             rows.append(
                 [

@@ -1,7 +1,7 @@
 """What exact couplings and the guard cost: time of a step, and bytes of activations.
 
-Contenders run interleaved in one process, each once a round in shuffled order, on the same weights and input;
-ratios are taken round by round.
+Contenders run interleaved in one process, each once per round in shuffled order, on the same weights and input;
+ratios are computed per round.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import retrograde as rg
-from report import Page, Progress, quartiles, read_options, run, size, table
-from retrograde.diagnose import MemoryTracker
+from report import Page, Progress, quartiles, read_options, run, table
+from retrograde.measure import MemoryTracker, format_bytes
 from small_models import reversible, transformer
 
 WARM_UP = 1
@@ -61,7 +61,7 @@ def contenders(chosen: Size) -> list[Contender]:
         Contender("stored", stack(memory="store"), "stored"),
         Contender("stored, exact", stack(memory="store", exact=True), "stored"),
         Contender("reversed", stack(), "reversed"),
-        Contender("reversed, again", stack(), "reversed"),
+        Contender("reversed, repeated", stack(), "reversed"),
         Contender("reversed, exact", stack(exact=True), "reversed"),
         Contender("reversed, guard not due", stack(guard=rg.Guard(every=NEVER)), "reversed"),
         Contender("reversed, guard due in every call", stack(guard=rg.Guard(every=1)), "reversed"),
@@ -74,7 +74,7 @@ def exact_guard() -> rg.Guard:
 
 
 def step(stack: rg.ReversibleSequence, x: Tensor) -> float:
-    """The seconds of a forward and a backward pass, from no gradients; without an optimiser, which would hide costs."""
+    """The seconds of a forward and a backward pass, without gradients at the start and without an optimiser."""
     stack.zero_grad()
     start = time.perf_counter()
     output = stack(x)
@@ -86,57 +86,58 @@ def step(stack: rg.ReversibleSequence, x: Tensor) -> float:
 def timed(all_of_them: list[Contender], x: Tensor, rounds: int) -> dict[str, list[float]]:
     """The seconds of each round."""
     order, shuffle = list(all_of_them), random.Random(0).shuffle
-    found: dict[str, list[float]] = {contender.name: [] for contender in order}
+    seconds_of: dict[str, list[float]] = {contender.name: [] for contender in order}
     progress = Progress("Rounds", rounds + WARM_UP)
-    gc.disable()  # a collection would be charged to whom it happens to fall to
+    gc.disable()  # a collection would count as time of the contender that runs
     try:
         for round_ in range(rounds + WARM_UP):
             shuffle(order)
             for contender in order:
                 took = step(contender.stack, x)
                 if round_ >= WARM_UP:
-                    found[contender.name].append(took)
+                    seconds_of[contender.name].append(took)
             gc.collect()
             progress.step(f"{len(order)} contenders")
     finally:
         gc.enable()
-    return found
+    return seconds_of
 
 
 def activations(stack: rg.ReversibleSequence, x: Tensor) -> tuple[int, int]:
-    """Bytes of live tensors after the forward pass and at the peak of a step, less parameters and their gradients."""
-    step(stack, x)  # so that the gradients are there to be ignored
+    """Bytes of live tensors after the forward pass and at the peak of a step, without parameters and gradients."""
+    step(stack, x)  # so that there are gradients to ignore
     with MemoryTracker(ignore=[stack, x]) as tracker:
         output = stack(x)
         assert isinstance(output, Tensor)
         loss = output.square().mean()
         del output
-        held: int = tracker.live
+        after_forward = tracker.live
         loss.backward()
-    peak: int = tracker.peak
-    return held, peak
+    return after_forward, tracker.peak
 
 
-def ratios(found: dict[str, list[float]], contender: Contender) -> list[float]:
-    return [a / b for a, b in zip(found[contender.name], found[contender.to], strict=True)]
+def ratios(seconds_of: dict[str, list[float]], contender: Contender) -> list[float]:
+    return [a / b for a, b in zip(seconds_of[contender.name], seconds_of[contender.to], strict=True)]
 
 
-def results(all_of_them: list[Contender], found: dict[str, list[float]], x: Tensor) -> str:
+def results(all_of_them: list[Contender], seconds_of: dict[str, list[float]], x: Tensor) -> str:
     rows = []
     for contender in all_of_them:
-        low, middle, high = quartiles(ratios(found, contender))
-        _, milliseconds, _ = quartiles([1e3 * seconds for seconds in found[contender.name]])
-        held, peak = activations(contender.stack, x)
+        low, middle, high = quartiles(ratios(seconds_of, contender))
+        _, milliseconds, _ = quartiles([1e3 * seconds for seconds in seconds_of[contender.name]])
+        after_forward, peak = activations(contender.stack, x)
         ratio = "1" if contender.name == contender.to else f"{middle:.4f}"
         spread = "–" if contender.name == contender.to else f"{low:.4f} – {high:.4f}"
-        rows.append([contender.name, contender.to, ratio, spread, f"{milliseconds:.1f}", f"{held:,}", f"{peak:,}"])
-    head = ["contender", "divided by", "time", "quartiles", "ms", "bytes held after forward", "bytes at the peak"]
+        rows.append(
+            [contender.name, contender.to, ratio, spread, f"{milliseconds:.1f}", f"{after_forward:,}", f"{peak:,}"]
+        )
+    head = ["contender", "divided by", "time", "quartiles", "ms", "bytes after forward", "bytes at the peak"]
     return table(head, rows)
 
 
-def amortised(found: dict[str, list[float]]) -> str:
-    """What a call in which the guard is due costs above one in which it is not, spread over the calls between."""
-    pairs = zip(found["reversed, guard due in every call"], found["reversed, guard not due"], strict=True)
+def amortised(seconds_of: dict[str, list[float]]) -> str:
+    """The additional cost of a call in which the guard is due, spread over the calls from one to the next."""
+    pairs = zip(seconds_of["reversed, guard due in every call"], seconds_of["reversed, guard not due"], strict=True)
     low, middle, high = quartiles([due / idle - 1 for due, idle in pairs])
     rows = [[every, *(f"{cost / every:+.3%}" for cost in (middle, low, high))] for every in (1, 10, 100)]
     return table(["the guard is due every … calls", "cost", "lower quartile", "upper quartile"], rows)
@@ -148,20 +149,20 @@ def main() -> None:
     page = Page("cost_of_exactness", "What exactness and the guard cost", options)
     all_of_them = contenders(chosen)
     x = torch.randn(chosen.batch, chosen.length, chosen.width)
-    found = timed(all_of_them, x, chosen.rounds)
+    seconds_of = timed(all_of_them, x, chosen.rounds)
     pair = 2 * x.nbytes
     page.add(
         f"{chosen.depth} transformer blocks of width {chosen.width}, length {chosen.length}, batch {chosen.batch}, "
-        f"{chosen.heads} heads, float32; a pair of streams takes {size(pair)} ({pair:,} bytes). Forward and backward, "
-        f"{chosen.rounds} rounds after {WARM_UP} to warm up; the median of the ratios and their quartiles. "
-        "*Reversed, again* is the same thing twice: its quartiles show what differences this machine can see.",
-        results(all_of_them, found, x),
-        "Exact streams start as rounded copies of the input. With stored activations they are kept, so that *stored, "
-        "exact* holds a stream more than *stored*, which keeps the input itself; no other row depends on the grid. A "
-        "guard holds its samples (4,096 entries a stream at most) in the calls in which it is due.",
-        "A guard that is due every 100th call cannot be timed in a few calls. Its cost is a hundredth of what a call "
-        "in which it is due takes longer than one in which it is not:",
-        amortised(found),
+        f"{chosen.heads} heads, float32; a pair of streams takes {format_bytes(pair)} ({pair:,} bytes). Forward and "
+        f"backward, {chosen.rounds} rounds after {WARM_UP} to warm up; the median of the ratios and their quartiles. "
+        "*Reversed, repeated* is the same measured twice: its quartiles show how small a difference can be measured.",
+        results(all_of_them, seconds_of, x),
+        "Exact streams start as rounded copies of the input. With stored activations they are saved, so *stored, "
+        "exact* holds one stream more than *stored*, which saves the input itself; no other row depends on the grid. A "
+        "guard holds its samples (at most 4,096 entries per stream) in the calls in which it is due.",
+        "A guard that is due in every 100th call cannot be timed in a few calls. Its cost is a hundredth of the "
+        "additional time of a call in which it is due:",
+        amortised(seconds_of),
     )
     page.write()
 

@@ -1,7 +1,7 @@
-"""How far rebuilt activations drift, and the gradients with them, against depth and dtype.
+"""The drift of recomputed activations, and of the gradients with them, by depth and dtype.
 
-Reversing subtracts what was added; in floating point that gives back nearly the same number. Each stack is run
-with stored and with reversed activations, and the gradients of its parameters are compared.
+Reversing subtracts what was added; in floating point that gives nearly the same number. Each stack is run with stored
+and with reversed activations, and the gradients of its parameters are compared.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import retrograde as rg
 from report import Page, Progress, read_options, run, table
+from retrograde.engine.drift import relative_error
 from small_models import reversible, transformer
 
 
@@ -57,7 +58,7 @@ FULL = Size(width=64, length=32, batch=2, depths=(12, 48, 96, 192, 384, 1000), s
 
 @dataclass(frozen=True)
 class Measured:
-    """Relative errors: of the rebuilt first input, of the gradients of all blocks and of the first one.
+    """Relative errors: of the recomputed first input, of the gradients of all blocks and of the first one.
 
     `rounding` is the error that stored activations have too, against float64; `equal` is the
     share of parameters whose gradients have the same bits as those of stored activations.
@@ -70,29 +71,23 @@ class Measured:
     equal: float
 
 
-class Rebuilt:
-    """Catches what the first branch of a stack reads in the first run, and what it reads again in the replay."""
+class FirstInput:
+    """Records what the first branch of a stack reads in the first run, and what it reads in the replay."""
 
     def __init__(self, branch: nn.Module) -> None:
-        self.first = self.again = torch.empty(0)
-        self._handle = branch.register_forward_pre_hook(self._look)
+        self.true = self.recomputed = torch.empty(0)
+        self._handle = branch.register_forward_pre_hook(self._record)
 
-    def _look(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def _record(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if rg.is_replaying():
-            self.again = inputs[0].detach().clone()
+            self.recomputed = inputs[0].detach().clone()
         else:
-            self.first = inputs[0].detach().clone()
+            self.true = inputs[0].detach().clone()
 
     def error(self) -> float:
         self._handle.remove()
-        assert self.again.numel(), "nothing was rebuilt"
-        return distance([self.again], [self.first])
-
-
-def distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The norm of the difference in units of that of the expected, all tensors as one vector in float64."""
-    difference = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, expected, strict=True))
-    return float((difference / sum(float(b.double().square().sum()) for b in expected)) ** 0.5)
+        assert self.recomputed.numel(), "nothing was recomputed"
+        return relative_error(self.recomputed, self.true)
 
 
 def build(arithmetic: Arithmetic, size: Size, depth: int, seed: int) -> tuple[rg.ReversibleSequence, Tensor, Tensor]:
@@ -116,15 +111,15 @@ def measure(arithmetic: Arithmetic, size: Size, depth: int, seed: int, truth: li
     stack, x, direction = build(arithmetic, size, depth, seed)
     with arithmetic.precision():
         stored = gradients(stack, x, direction, "store")
-        rebuilt = Rebuilt(next(iter(stack.blocks[0].steps)).branch)  # type: ignore[arg-type]
+        first_input = FirstInput(stack[0].each_step()[0].branch)  # type: ignore[arg-type]
         reversed_ = gradients(stack, x, direction, "reverse")
-    first = len(list(stack.blocks[0].parameters()))
+    first = len(list(stack[0].parameters()))
     equal = sum(torch.equal(a, b) for a, b in zip(stored, reversed_, strict=True)) / len(stored)
     return Measured(
-        rebuilt.error(),
-        distance(reversed_, stored),
-        distance(reversed_[:first], stored[:first]),
-        distance(stored, truth),
+        first_input.error(),
+        relative_error(reversed_, stored),
+        relative_error(reversed_[:first], stored[:first]),
+        relative_error(stored, truth),
         equal,
     )
 
@@ -142,7 +137,7 @@ def worst(measured: Sequence[Measured]) -> Measured:
 
 def sweep(size: Size) -> dict[tuple[str, int], Measured]:
     progress = Progress("Depth and seed", len(size.depths) * len(size.seeds))
-    found: dict[tuple[str, int], Measured] = {}
+    by_arithmetic: dict[tuple[str, int], Measured] = {}
     for depth in size.depths:
         measured: dict[str, list[Measured]] = {}
         for seed in size.seeds:
@@ -150,8 +145,8 @@ def sweep(size: Size) -> dict[tuple[str, int], Measured]:
             for arithmetic in ARITHMETICS:
                 measured.setdefault(arithmetic.name, []).append(measure(arithmetic, size, depth, seed, truth))
             progress.step(f"depth {depth}, seed {seed}")
-        found |= {(name, depth): worst(of_seeds) for name, of_seeds in measured.items()}
-    return found
+        by_arithmetic |= {(name, depth): worst(of_seeds) for name, of_seeds in measured.items()}
+    return by_arithmetic
 
 
 def error(value: float) -> str:
@@ -163,19 +158,19 @@ def row(name: str, depth: int, m: Measured) -> list[str]:
     return [name, str(depth), *errors, f"{m.equal:.1%}", error(m.rounding)]
 
 
-def results(found: dict[tuple[str, int], Measured], size: Size) -> str:
+def results(by_arithmetic: dict[tuple[str, int], Measured], size: Size) -> str:
     head = ["arithmetic", "depth", "drift of the first input", "gradients", "first block's", "same bits", "rounding"]
-    return table(head, [row(a.name, depth, found[a.name, depth]) for a in ARITHMETICS for depth in size.depths])
+    return table(head, [row(a.name, depth, by_arithmetic[a.name, depth]) for a in ARITHMETICS for depth in size.depths])
 
 
-def draw(found: dict[tuple[str, int], Measured], size: Size) -> Callable[[Any], None]:
+def draw(by_arithmetic: dict[tuple[str, int], Measured], size: Size) -> Callable[[Any], None]:
     styles = dict(zip((a.name for a in ARITHMETICS), ("o-C0", "s-C1", "D-C3", "x--C0", "+--C1"), strict=True))
 
     def drawn(axes: Any) -> None:
-        panels = zip(axes, ("drift", "gradients"), ("Input of the first block, rebuilt", "Gradients"), strict=True)
+        panels = zip(axes, ("drift", "gradients"), ("Input of the first block, recomputed", "Gradients"), strict=True)
         for panel, field, title in panels:
             for name, style in styles.items():
-                values = [getattr(found[name, depth], field) for depth in size.depths]
+                values = [getattr(by_arithmetic[name, depth], field) for depth in size.depths]
                 panel.plot(size.depths, values, style, markersize=7, label=name)
             panel.set_yscale("symlog", linthresh=1e-8)
             panel.set(xscale="log", xlabel="blocks", ylabel="relative error", title=title, ylim=(-2e-9, None))
@@ -190,18 +185,18 @@ def draw(found: dict[tuple[str, int], Measured], size: Size) -> Callable[[Any], 
 def main() -> None:
     options = read_options(__doc__)
     size = QUICK if options.quick else FULL
-    page = Page("drift", "Drift against depth and dtype", options)
-    found = sweep(size)
+    page = Page("drift", "Drift by depth and dtype", options)
+    by_arithmetic = sweep(size)
     page.add(
-        f"Transformer blocks of width {size.width}, length {size.length}, batch {size.batch}; weights as torch makes "
-        f"them, seeds {', '.join(map(str, size.seeds))}. The worst of the seeds is given. Errors are relative, the "
-        "gradients of all parameters taken as one vector. *Gradients* compares reversed with stored activations; "
-        "*rounding* is how far those of stored activations are from float64, the grid's rounding included, which "
-        "reversing cannot better. *Same bits* is the share of parameters whose gradients are bit-equal to those of "
-        "stored activations.",
-        results(found, size),
+        f"Transformer blocks of width {size.width}, length {size.length}, batch {size.batch}; torch's default "
+        f"initial weights, seeds {', '.join(map(str, size.seeds))}. The worst of the seeds is given. Errors are "
+        "relative, the gradients of all parameters taken as one vector. *Gradients* compares reversed with stored "
+        "activations; *rounding* is the error of those of stored activations against float64, the grid's rounding "
+        "included, which reversing cannot reduce. *Same bits* is the share of parameters whose gradients are "
+        "bit-identical to those of stored activations.",
+        results(by_arithmetic, size),
     )
-    page.draw(draw(found, size), panels=2)
+    page.draw(draw(by_arithmetic, size), panels=2)
     page.write()
 
 

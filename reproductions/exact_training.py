@@ -1,4 +1,4 @@
-"""Training on the exact grid: as good as without it, and reversing it gives the bits of stored activations.
+"""Training on the exact grid: as good as without it, and bit-identical with reversed and with stored activations.
 
 A character model and a digit classifier (with batch norm) are trained on every seed without a grid, on a
 grid of 2^-16 and on one of 2^-12, each with stored and with reversed activations.
@@ -45,7 +45,7 @@ def variants(base: Run, seeds: Sequence[int]) -> list[Run]:
 
 
 def first_difference(these: Sequence[float], those: Sequence[float]) -> int | None:
-    """The first step, from 1, at which two loss curves differ in any bit."""
+    """The first step, counted from 1, at which two loss curves differ in any bit."""
     return next((i for i, (a, b) in enumerate(zip(these, those, strict=True), 1) if a != b), None)
 
 
@@ -53,13 +53,13 @@ def grid_name(bits: int | None) -> str:
     return "none" if bits is None else f"2^-{bits}"
 
 
-def quality(base: Run, found: dict[Run, Trained], seeds: Sequence[int]) -> str:
-    """Loss on unseen data against the twin without a grid. The grid's runs are the reversed ones."""
-    twins = [found[replace(base, seed=seed)] for seed in seeds]
+def quality(base: Run, trained_by_run: dict[Run, Trained], seeds: Sequence[int]) -> str:
+    """The loss on unseen data compared with the twin without a grid. Runs on a grid are the reversed ones."""
+    twins = [trained_by_run[replace(base, seed=seed)] for seed in seeds]
     rows = []
     for bits in GRIDS:
         memory: TrainingMemory = "store" if bits is None else "reverse"
-        runs = [found[replace(base, seed=seed, bits=bits, memory=memory)] for seed in seeds]
+        runs = [trained_by_run[replace(base, seed=seed, bits=bits, memory=memory)] for seed in seeds]
         differences = [run.unseen - twin.unseen for run, twin in zip(runs, twins, strict=True)]
         row = [grid_name(bits), memory, spread([r.unseen for r in runs])]
         row += [spread([100 * r.accuracy for r in runs], 2)]
@@ -70,7 +70,7 @@ def quality(base: Run, found: dict[Run, Trained], seeds: Sequence[int]) -> str:
 
 
 def above(differences: Sequence[float]) -> str:
-    """Mean and standard deviation of differences that may be far smaller than the losses' own digits."""
+    """Mean and standard deviation of differences that may be far smaller than the printed digits of the losses."""
     return f"{statistics.mean(differences):+.1e} ± {statistics.stdev(differences):.1e}"
 
 
@@ -82,7 +82,7 @@ def within(differences: Sequence[float], twins: Sequence[Trained]) -> str:
 
 
 def bits_row(stored: Sequence[Trained], reversed_: Sequence[Trained]) -> list[str]:
-    """How reversing compares with storing, seed by seed."""
+    """Reversed compared with stored activations, per seed."""
     pairs = list(zip(stored, reversed_, strict=True))
     steps = [first_difference(s.losses, r.losses) for s, r in pairs]
     largest = max(abs(s.unseen - r.unseen) for s, r in pairs)
@@ -91,15 +91,15 @@ def bits_row(stored: Sequence[Trained], reversed_: Sequence[Trained]) -> list[st
     return [differing, f"{same} of {len(pairs)}", f"{largest:.1e}" if largest else "0"]
 
 
-def same_bits(base: Run, found: dict[Run, Trained], seeds: Sequence[int]) -> str:
+def same_bits(base: Run, trained_by_run: dict[Run, Trained], seeds: Sequence[int]) -> str:
     rows = []
     for precision in ("float32", "bf16 autocast"):
         for bits in GRIDS:
             kind = replace(base, precision=precision, bits=bits)
-            done = [seed for seed in seeds if replace(kind, seed=seed) in found]
+            done = [seed for seed in seeds if replace(kind, seed=seed) in trained_by_run]
             if done:
                 stored, reversed_ = (
-                    [found[replace(kind, seed=seed, memory=memory)] for seed in done] for memory in MODES
+                    [trained_by_run[replace(kind, seed=seed, memory=memory)] for seed in done] for memory in MODES
                 )
                 rows.append([precision, grid_name(bits), *bits_row(stored, reversed_)])
     head = [
@@ -126,18 +126,20 @@ def main() -> None:
     page = Page("exact_training", "Training with exact couplings", options)
     page.add(
         "On a grid the update of a stream is rounded to multiples of 2^-bits. Does the model learn as well? And is "
-        "training with reversed activations the training with stored ones, to the bit? The twin of a run is "
-        "the model of the same seed without a grid and with stored activations."
+        "training with reversed activations bit-identical to training with stored ones? The twin of a run is the model "
+        "of the same seed without a grid and with stored activations."
     )
     for task, base in base_runs(options.quick).items():
         runs = variants(base, seeds)
         trained = run_all(train, runs, label=NAMES[task], processes=1 if options.quick else 2)
-        found = dict(zip(runs, trained, strict=True))
-        page.add(f"## {NAMES[task]}", describe(base, trained[0].parameters, seeds), quality(base, found, seeds))
+        trained_by_run = dict(zip(runs, trained, strict=True))
         page.add(
-            "Reversed against stored, seed by seed; the last column is the largest difference of the loss on unseen "
+            f"## {NAMES[task]}", describe(base, trained[0].parameters, seeds), quality(base, trained_by_run, seeds)
+        )
+        page.add(
+            "Reversed compared with stored, per seed; the last column is the largest difference of the loss on unseen "
             "data:",
-            same_bits(base, found, seeds),
+            same_bits(base, trained_by_run, seeds),
         )
     page.write()
 

@@ -1,4 +1,4 @@
-"""Activation memory against depth, to 1,000 layers: bytes of live tensors, and resident memory of fresh processes.
+"""Activation memory by depth, up to 1,000 layers: bytes of live tensors, and resident memory of fresh processes.
 
 A layer is a transformer block of two branches, attention and feed-forward.
 """
@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 import retrograde as rg
-from report import Page, Progress, read_options, run, size, table
-from retrograde.diagnose import MemoryTracker
+from report import Page, Progress, read_options, run, table
+from retrograde.measure import MemoryTracker, format_bytes
 from small_models import reversible, transformer
 
 Memory: TypeAlias = Literal["store", "checkpoint", "reverse"]
 MODES: tuple[Memory, ...] = ("store", "checkpoint", "reverse")
 STATUS = Path("/proc/self/status")
-LIMIT = 6 * 2**30  # what takes more is not run
+LIMIT = 6 * 2**30  # settings that need more are not run
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,19 @@ class Setting:
 
 
 def live(setting: Setting) -> tuple[int, int]:
-    """The bytes of tensors alive after the forward pass and at the peak of the backward, less parameters' gradients."""
+    """The bytes of tensors alive after the forward pass and at the peak of the backward, without gradients."""
     stack, x = setting.build()
-    stack(x).sum().backward()  # so that the gradients are there to be ignored
+    stack(x).sum().backward()  # so that there are gradients to ignore
     with MemoryTracker(ignore=[stack, x]) as tracker:
         loss = stack(x).sum()
-        held: int = tracker.live
+        after_forward = tracker.live
         with tracker.phase("backward") as backward:
             loss.backward()
-    peak: int = backward.peak
-    return held, peak
+    return after_forward, backward.peak
 
 
 def resident(setting: Setting) -> int | None:
-    """By how much a step raises the resident peak of a fresh process, less the gradients; None if nobody tells."""
+    """By how much a step raises the resident peak of a fresh process, without the gradients; None if unknown."""
     if not STATUS.exists():
         return None
     command = [sys.executable, __file__, "--resident", json.dumps(asdict(setting))]
@@ -68,10 +67,10 @@ def resident(setting: Setting) -> int | None:
 
 
 def measure_resident(setting: Setting) -> int:
-    """Run in a process of its own."""
+    """Measure in this process, which is a new one."""
     torch.set_num_threads(1)
     small, y = replace(setting, depth=2, batch=1).build()
-    small(y).sum().backward()  # so that what torch loads at the first use is there
+    small(y).sum().backward()  # so that everything that torch loads at first use is loaded
     stack, x = setting.build()
     before = _status("VmRSS")
     stack(x).sum().backward()
@@ -84,52 +83,51 @@ def _status(field: str) -> int:
     return 1024 * int(line.split()[1])
 
 
-Found: TypeAlias = dict[tuple[Memory, int], Any]
+Measured: TypeAlias = dict[tuple[Memory, int], Any]
 
 
 def sweep(
     measure: Callable[[Setting], Any], settings: list[Setting], label: str, *, expect: Callable[[Setting], float]
-) -> Found:
-    """What was measured for each mode and depth, but for what would take more than the limit."""
-    progress, found = Progress(label, len(settings)), {}
+) -> Measured:
+    """Measure each mode and depth, except for those that would need more than the limit."""
+    progress, measured = Progress(label, len(settings)), {}
     for setting in settings:
         if expect(setting) <= LIMIT:
-            found[setting.memory, setting.depth] = measure(setting)
+            measured[setting.memory, setting.depth] = measure(setting)
         progress.step(f"{setting.memory} at depth {setting.depth}")
-    return found
+    return measured
 
 
-def rows(found: Found, depths: list[int], pick: Callable[[Any], int | None]) -> list[list[str]]:
-    """A row a mode: its bytes at each depth, and what a layer adds between the last two."""
+def rows(measured: Measured, depths: list[int], pick: Callable[[Any], int | None]) -> list[list[str]]:
+    """One row per mode: its bytes at each depth, and the bytes per layer between the last two."""
     table_rows = []
     for mode in MODES:
-        taken = [pick(found[mode, depth]) if (mode, depth) in found else None for depth in depths]
-        cells = ["not run" if bytes_ is None else size(bytes_) for bytes_ in taken]
-        known = [(depth, bytes_) for depth, bytes_ in zip(depths, taken, strict=True) if bytes_ is not None]
+        taken = [pick(measured[mode, depth]) if (mode, depth) in measured else None for depth in depths]
+        cells = ["not run" if bytes_ is None else format_bytes(bytes_) for bytes_ in taken]
+        points = [(depth, bytes_) for depth, bytes_ in zip(depths, taken, strict=True) if bytes_ is not None]
         slope = "–"
-        if len(known) > 1:
-            (shallow, less), (deep, more) = known[-2:]
-            added = (more - less) / (deep - shallow)
-            slope = size(added) if added >= 0 else f"−{size(-added)}"
+        if len(points) > 1:
+            (shallow, less), (deep, more) = points[-2:]
+            slope = format_bytes(round((more - less) / (deep - shallow)))
         table_rows.append([mode, *cells, slope])
     return table_rows
 
 
-def expected(found: Found, depths: list[int]) -> Callable[[Setting], float]:
+def expected(measured: Measured, depths: list[int]) -> Callable[[Setting], float]:
     """The peak to expect, from the live bytes at the first two depths."""
 
     def expect(setting: Setting) -> float:
-        peaks = [found[setting.memory, depth][1] for depth in depths[:2]]
+        peaks = [measured[setting.memory, depth][1] for depth in depths[:2]]
         return float(peaks[0] + (peaks[1] - peaks[0]) / (depths[1] - depths[0]) * (setting.depth - depths[0]))
 
     return expect
 
 
-def draw(depths: list[int], live_bytes: Found) -> Callable[[Any], None]:
+def draw(depths: list[int], live_bytes: Measured) -> Callable[[Any], None]:
     def drawn(axes: Any) -> None:
         for mode in MODES:
-            known = [depth for depth in depths if (mode, depth) in live_bytes]
-            axes[0].loglog(known, [live_bytes[mode, d][1] / 2**20 for d in known], "o-", label=mode)
+            measured = [depth for depth in depths if (mode, depth) in live_bytes]
+            axes[0].loglog(measured, [live_bytes[mode, d][1] / 2**20 for d in measured], "o-", label=mode)
         axes[0].set(xlabel="layers", ylabel="MiB at the peak of a step", title="Activation memory")
         axes[0].legend()
 
@@ -140,7 +138,7 @@ def main() -> None:
     options = read_options(__doc__)
     depths = [2, 6] if options.quick else [10, 100, 300, 1000]
     width, length, batch = (8, 4, 2) if options.quick else (32, 64, 32)
-    page = Page("memory_by_depth", "Activation memory against depth", options)
+    page = Page("memory_by_depth", "Activation memory by depth", options)
     settings = [Setting(depth, mode, width, length, batch) for depth in depths for mode in MODES]
     first, rest = settings[: 2 * len(MODES)], settings[2 * len(MODES) :]
     live_bytes = sweep(live, first, "Live bytes, the first depths", expect=lambda _: 0)
@@ -152,18 +150,18 @@ def main() -> None:
     pair = 2 * batch * length * width * 4
     page.add(
         f"Transformer blocks of width {width}, length {length}, batch {batch}, float32: a pair of streams takes "
-        f"{size(pair)}. What would take more than {size(LIMIT)} was not run. Parameters and their gradients are not "
-        "counted; they grow with depth in every mode. The last column is what a layer adds between the last two "
-        "depths."
+        f"{format_bytes(pair)}. Settings that need more than {format_bytes(LIMIT)} were not run. Parameters and their "
+        "gradients are not counted; they grow with depth in every mode. The last column is what a layer adds between "
+        "the last two depths."
     )
-    head = ["memory", *(f"{depth:,} layers" for depth in depths), "added by a layer"]
-    page.add("## Held after the forward pass", table(head, rows(live_bytes, depths, lambda found: int(found[0]))))
-    page.add("## Peak of the backward pass", table(head, rows(live_bytes, depths, lambda found: int(found[1]))))
+    head = ["memory", *(f"{depth:,} layers" for depth in depths), "added per layer"]
+    page.add("## After the forward pass", table(head, rows(live_bytes, depths, lambda bytes_: int(bytes_[0]))))
+    page.add("## Peak of the backward pass", table(head, rows(live_bytes, depths, lambda bytes_: int(bytes_[1]))))
     page.add(
         "## Resident memory",
-        "By how much one step raises the peak of a fresh process, less the gradients: with Python's objects, the "
-        "nodes of the graph and the holes in the heap, and the allocator as it comes.",
-        table(head, rows(resident_bytes, depths, lambda found: found)),
+        "By how much one step raises the peak of a fresh process, without the gradients: with Python's objects, the "
+        "nodes of the graph and the fragmentation of the heap, with the default allocator.",
+        table(head, rows(resident_bytes, depths, lambda bytes_: bytes_)),
     )
     page.draw(draw(depths, live_bytes))
     page.write()

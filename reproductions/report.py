@@ -1,4 +1,4 @@
-"""What every reproduction shares: its options, its progress, and a dated page with tables and pictures."""
+"""What all reproductions share: options, progress, and a dated page with tables and pictures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FOLDER = Path(__file__).resolve().parent
-# Before the first bfloat16 product: oneDNN's die with SIGILL on some machines. See the Makefile.
+# Before the first bfloat16 product: those of oneDNN die with SIGILL on some machines. See the Makefile.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
@@ -35,9 +35,11 @@ class Options:
 
 
 def read_options(description: str | None) -> Options:
-    """The options of the command line. Everything runs on one thread: times are steadier, and bits are the same."""
+    """The options of the command line. Everything runs on one thread: times are steadier, and results bit-identical."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes, to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="run for seconds instead of minutes, to check that it works"
+    )
     parser.add_argument("--results", type=Path, help="the folder to write to", default=FOLDER / "results")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -45,7 +47,7 @@ def read_options(description: str | None) -> Options:
 
 
 class Progress:
-    """Lines on the standard error: rewritten in place on a terminal, one in ten elsewhere."""
+    """Lines on the standard error: overwritten on a terminal; elsewhere one in ten."""
 
     def __init__(self, label: str, steps: int) -> None:
         self.label, self.steps, self.done = label, steps, 0
@@ -83,21 +85,12 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def size(count: float) -> str:
-    """Bytes, as people read them."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
-
-
 class Page:
-    """The page of one reproduction: what was asked, what was found, on which machine, and how.
+    """The page of one reproduction: the question, the results, the machine and the method.
 
     Args:
-        name: of the script, and of the page and its picture.
-        title: what was looked into.
+        name: the name of the script, of the page and of its picture.
+        title: the title of the page.
     """
 
     def __init__(self, name: str, title: str, options: Options) -> None:
@@ -115,7 +108,7 @@ class Page:
         try:
             from matplotlib.figure import Figure
         except ModuleNotFoundError:
-            sys.stderr.write("No picture, as matplotlib is not installed: pip install matplotlib\n")
+            sys.stderr.write("No picture, because matplotlib is not installed: pip install matplotlib\n")
             return
         figure = Figure(figsize=(5.5 * panels, 4), layout="constrained")
         draw(list(figure.subplots(1, panels, squeeze=False)[0]))
@@ -124,10 +117,10 @@ class Page:
         self.add(f"![{self.title}]({self.name}.png)")
 
     def write(self) -> None:
-        """Write the page, and show it."""
+        """Write the page, and print it."""
         head = [f"# {self.title}", f"`python reproductions/{self.name}.py`"]
         if self.options.quick:
-            head.append("**A quick run at toy sizes, to see that everything works. Its figures mean nothing.**")
+            head.append("**A quick run at toy sizes, to check that everything works. Its figures mean nothing.**")
         text = "\n\n".join([*head, *self.parts, "## The machine", self._machine()]) + "\n"
         self.options.results.mkdir(parents=True, exist_ok=True)
         path = self.options.results / f"{self.name}.md"
@@ -136,7 +129,7 @@ class Page:
         sys.stderr.write(f"Written to {os.path.relpath(path)}\n")
 
     def _machine(self) -> str:
-        busy = "; other work ran beside it, so trust ratios and not seconds" if self.load > 0.5 else ""
+        busy = "; other work ran at the same time, so trust ratios rather than seconds" if self.load > 0.5 else ""
         minutes = (time.perf_counter() - self.start) / 60
         return "\n".join(
             [
@@ -145,8 +138,8 @@ class Page:
                 f"{busy}",
                 f"- software: retrograde {_version('retrograde')}, torch {torch.__version__}, Python "
                 f"{platform.python_version()}, {platform.system()}, "
-                f"ONEDNN_MAX_CPU_ISA={os.environ.get('ONEDNN_MAX_CPU_ISA', 'unset')}; one thread a process",
-                f"- the whole took {minutes:.1f} minutes",
+                f"ONEDNN_MAX_CPU_ISA={os.environ.get('ONEDNN_MAX_CPU_ISA', 'unset')}; one thread per process",
+                f"- the whole run took {minutes:.1f} minutes",
             ]
         )
 
@@ -166,9 +159,9 @@ def _git(*arguments: str) -> str:
 
 
 def _commit() -> str:
-    found = _git("rev-parse", "--short", "HEAD") or "unknown"
+    head = _git("rev-parse", "--short", "HEAD") or "unknown"
     changed = _git("status", "--porcelain", "--", "../src", "*.py")
-    return f"{found}, with uncommitted changes" if changed else found
+    return f"{head}, with uncommitted changes" if changed else head
 
 
 def _version(package: str) -> str:

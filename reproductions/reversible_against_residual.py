@@ -1,7 +1,7 @@
-"""A reversible network and the residual one of the same branches: the same parameters, the same learning?
+"""A reversible network and the residual one of the same branches: do equal parameters learn equally well?
 
 Each branch of the residual network adds to one stream; in the reversible one they take turns on two streams. The
-weights before training are the same. So are the data and their order.
+initial weights, the data and their order are the same.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from report import Page, read_options, run, size, spread, table
-from retrograde.diagnose import MemoryTracker
+from report import Page, read_options, run, spread, table
+from retrograde.measure import MemoryTracker, format_bytes
 from training import Run, Trained, build, over_seeds, run_all, task_of, train
 
 NAMES = {"characters": "Character model", "digits": "Digit classifier"}
@@ -22,13 +22,13 @@ NAMES = {"characters": "Character model", "digits": "Digit classifier"}
 
 @dataclass(frozen=True)
 class Twins:
-    """Two networks of the same branches, and what became of them on each seed."""
+    """Two networks of the same branches, trained on each seed."""
 
     residual: list[Trained]
     reversible: list[Trained]
 
     def differences(self) -> list[float]:
-        """The reversible network's loss on unseen data less the residual one's, seed by seed."""
+        """The reversible network's loss on unseen data minus the residual one's, per seed."""
         return [a.unseen - b.unseen for a, b in zip(self.reversible, self.residual, strict=True)]
 
 
@@ -53,18 +53,17 @@ def reversible_of(base: Run) -> Run:
 
 
 def peak(chosen: Run) -> int:
-    """The bytes of tensors alive at the peak of a step, less parameters and their gradients."""
+    """The bytes of tensors alive at the peak of a step, without parameters and their gradients."""
     model, task = build(chosen), task_of(chosen.task)
     inputs, answers = task.batch(chosen.batch, torch.Generator().manual_seed(0))
 
     def step() -> None:
         F.cross_entropy(model(inputs).flatten(0, -2), answers.flatten()).backward()
 
-    step()  # so that the gradients are there to be ignored
+    step()  # so that there are gradients to ignore
     with MemoryTracker(ignore=[model, inputs, answers]) as tracker:
         step()
-    found: int = tracker.peak
-    return found
+    return tracker.peak
 
 
 def train_twins(base: Run, seeds: Sequence[int], *, processes: int) -> Twins:
@@ -86,7 +85,7 @@ def results(base: Run, twins: Twins) -> str:
                 *(f"{count:,}" for count in parameters),
                 spread([one.unseen for one in trained]),
                 spread([100 * one.accuracy for one in trained], 2),
-                size(peak(of(base))),
+                format_bytes(peak(of(base))),
             ]
         )
     head = ["network", "parameters", "loss on unseen data", "right, %", "activations at the peak of a step"]
@@ -99,8 +98,8 @@ def verdict(twins: Twins) -> str:
     deviation = statistics.stdev(one.unseen for one in twins.residual)
     word = "above" if mean > 0 else "below"
     return (
-        f"Seed by seed, the reversible network's loss is {abs(mean):.4f} {word} the residual one's (standard error "
-        f"{error:.4f}); the residual network's own standard deviation over seeds is {deviation:.4f}."
+        f"Compared per seed, the reversible network's loss is {abs(mean):.4f} {word} the residual one's (standard "
+        f"error {error:.4f}); the residual network's own standard deviation over seeds is {deviation:.4f}."
     )
 
 
@@ -109,8 +108,8 @@ def main() -> None:
     seeds = range(2) if options.quick else range(8)
     page = Page("reversible_against_residual", "Reversible against residual, at equal parameters", options)
     page.add(
-        "Gomez et al. (2017) found reversible networks to reach the accuracy of residual ones of the same size. Here "
-        "both are made of the same branches with the same first weights, trained on the same batches."
+        "Gomez et al. (2017) report that reversible networks reach the accuracy of residual ones of the same size. "
+        "Here both consist of the same branches with the same initial weights, trained on the same batches."
     )
     bases = base_runs(options.quick)
     for base in bases:

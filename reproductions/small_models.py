@@ -1,7 +1,7 @@
 """The models of the reproductions: a character model and an image classifier, reversible or residual.
 
-Both kinds are made of the same branches, so that a reversible model and its residual twin have
-the same parameters and do the same number of multiplications.
+Both kinds consist of the same branches, so a reversible model and its residual twin have the same
+parameters and the same number of multiplications.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def reversible(dim: int = -1, **options: Any) -> MakeStack:
 
 
 class Residual(nn.Module):
-    """The ordinary network of the same branches: one stream, to which each adds."""
+    """The ordinary network of the same branches: one stream, to which each branch adds."""
 
     def __init__(self, pairs: Pairs) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class CharacterModel(nn.Module):
 
 
 class ImageClassifier(nn.Module):
-    """A RevNet of one stage: stem, blocks of batch-normalised convolutions, mean over the picture."""
+    """A RevNet of one stage: stem, blocks of batch-normalised convolutions, mean over the image."""
 
     def __init__(self, classes: int, width: int, depth: int, make_stack: MakeStack) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Throughput against batch size where activations may take so many bytes and no more.
+"""Throughput by batch size where the activations may take only so many bytes.
 
-The shape of the table of Mangalam et al. (2022), "Reversible Vision Transformers": bytes an image, the largest
-batch that fits, and the images a second at that batch. The cap is on the peak of live tensors
-as `MemoryTracker` counts them, without parameters and their gradients.
+The table has the form of that in Mangalam et al. (2022), "Reversible Vision Transformers": bytes per image, the
+largest batch that fits, and the images per second at that batch. The cap is on the peak of live tensors as
+`MemoryTracker` counts them, without parameters and their gradients.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 import retrograde as rg
-from report import Page, Progress, quartiles, read_options, run, size, table
-from retrograde.diagnose import MemoryTracker
+from report import Page, Progress, quartiles, read_options, run, table
+from retrograde.measure import MemoryTracker, format_bytes
 from small_models import reversible, transformer
 
 Memory: TypeAlias = Literal["store", "checkpoint", "reverse"]
@@ -29,7 +29,7 @@ MODES: tuple[Memory, ...] = ("store", "checkpoint", "reverse")
 
 @dataclass(frozen=True)
 class Size:
-    """Of the images (`length` patches of `width` features), of the experiment, and of the cap in bytes."""
+    """The sizes of the images (`length` patches of `width` features), of the experiment, and of the cap in bytes."""
 
     length: int
     width: int
@@ -56,7 +56,7 @@ class Model:
         stack = reversible()(transformer(size.width, depth))
         assert isinstance(stack, rg.ReversibleSequence)
         model = cls(stack, size)
-        model.step(1, "store")  # so that the gradients are there
+        model.step(1, "store")  # so that there are gradients to ignore
         return model
 
     def images(self, batch: int) -> Tensor:
@@ -78,8 +78,7 @@ class Model:
             output = self.stack(images, memory=memory)
             assert isinstance(output, Tensor)
             output.square().mean().backward()
-        found: int = tracker.peak
-        return found
+        return tracker.peak
 
 
 def largest_batch(peak: Callable[[int], int], cap: int) -> int:
@@ -100,49 +99,49 @@ Seconds: TypeAlias = dict[tuple[int, Memory, int], list[float]]
 
 
 @dataclass
-class Found:
-    """By depth and memory: bytes an image at the largest batch, and that batch. By batch too: the seconds of rounds."""
+class Measured:
+    """By depth and memory: bytes per image at the largest batch, and that batch. By batch too: seconds of rounds."""
 
-    an_image: dict[tuple[int, Memory], float]
+    per_image: dict[tuple[int, Memory], float]
     largest: dict[tuple[int, Memory], int]
     seconds: Seconds
 
     def throughput(self, depth: int, mode: Memory, batch: int) -> tuple[float, float, float] | None:
-        """Images a second, the median between its quartiles; None where the batch does not fit."""
+        """The quartiles of the images per second; None where the batch does not fit."""
         seconds = self.seconds.get((depth, mode, batch))
         return None if seconds is None else quartiles([batch / s for s in seconds])
 
     def best(self, depth: int, mode: Memory) -> str:
-        """The most images a second at any batch that fits, and that batch."""
+        """The most images per second at any batch that fits, and that batch."""
         batches = [b for d, m, b in self.seconds if (d, m) == (depth, mode)]
         rates = [(rate[1], b) for b in batches if (rate := self.throughput(depth, mode, b))]
         return "–" if not rates else "{:.1f} at batch {}".format(*max(rates))
 
 
-def measure(chosen: Size) -> Found:
-    found = Found({}, {}, {})
+def measure(chosen: Size) -> Measured:
+    measured = Measured({}, {}, {})
     search = Progress("Largest batches", len(chosen.depths) * len(MODES))
     for depth in chosen.depths:
         model = Model.of(depth, chosen)
         for mode in MODES:
             largest = largest_batch(partial(model.peak, memory=mode), chosen.cap)
-            found.largest[depth, mode] = largest
-            found.an_image[depth, mode] = model.peak(max(1, largest), mode) / max(1, largest)
+            measured.largest[depth, mode] = largest
+            measured.per_image[depth, mode] = model.peak(max(1, largest), mode) / max(1, largest)
             search.step(f"the largest batch of {mode} at depth {depth}")
         fitting: list[tuple[Memory, int]] = [
             (mode, batch)
             for mode in MODES
-            for batch in sorted({*chosen.batches, found.largest[depth, mode]})
-            if 0 < batch <= found.largest[depth, mode]
+            for batch in sorted({*chosen.batches, measured.largest[depth, mode]})
+            if 0 < batch <= measured.largest[depth, mode]
         ]
-        time_rounds(model, depth, fitting, found.seconds)
-    return found
+        time_rounds(model, depth, fitting, measured.seconds)
+    return measured
 
 
 def time_rounds(model: Model, depth: int, fitting: list[tuple[Memory, int]], seconds: Seconds) -> None:
-    """In each round, every mode and batch once: what slows one slows all."""
+    """Run every mode and batch once per round: what slows one slows all."""
     progress = Progress(f"Depth {depth}, rounds", model.size.rounds + 1)
-    gc.disable()  # a collection would be charged to whom it happens to fall to
+    gc.disable()  # a collection would count as time of the mode that runs
     try:
         for round_ in range(model.size.rounds + 1):
             for mode, batch in fitting:
@@ -155,31 +154,47 @@ def time_rounds(model: Model, depth: int, fitting: list[tuple[Memory, int]], sec
         gc.enable()
 
 
-def summary(chosen: Size, found: Found) -> str:
+def summary(chosen: Size, measured: Measured) -> str:
     rows = []
     for depth, mode in itertools.product(chosen.depths, MODES):
-        largest = found.largest[depth, mode]
-        rates = found.throughput(depth, mode, largest)
+        largest = measured.largest[depth, mode]
+        rates = measured.throughput(depth, mode, largest)
         rate = "–" if rates is None else f"{rates[1]:.1f} ({rates[0]:.1f} – {rates[2]:.1f})"
-        rows.append([depth, mode, size(found.an_image[depth, mode]), largest, rate, found.best(depth, mode)])
-    head = ["depth", "memory", "bytes an image", "largest batch", "images/s at that batch (quartiles)", "best images/s"]
+        rows.append(
+            [
+                depth,
+                mode,
+                format_bytes(round(measured.per_image[depth, mode])),
+                largest,
+                rate,
+                measured.best(depth, mode),
+            ]
+        )
+    head = [
+        "depth",
+        "memory",
+        "bytes per image",
+        "largest batch",
+        "images/s at that batch (quartiles)",
+        "best images/s",
+    ]
     return table(head, rows)
 
 
-def by_batch(chosen: Size, found: Found, depth: int) -> str:
+def by_batch(chosen: Size, measured: Measured, depth: int) -> str:
     rows = []
     for batch in chosen.batches:
-        rates = [found.throughput(depth, mode, batch) for mode in MODES]
+        rates = [measured.throughput(depth, mode, batch) for mode in MODES]
         rows.append([str(batch), *("over the cap" if rate is None else f"{rate[1]:.1f}" for rate in rates)])
     return table(["batch", *MODES], rows)
 
 
-def draw(chosen: Size, found: Found) -> Callable[[Any], None]:
+def draw(chosen: Size, measured: Measured) -> Callable[[Any], None]:
     def drawn(axes: Any) -> None:
         for panel, depth in zip(axes, chosen.depths, strict=True):
             for mode in MODES:
-                batches = sorted(b for d, m, b in found.seconds if (d, m) == (depth, mode))
-                rates = [r[1] for b in batches if (r := found.throughput(depth, mode, b))]
+                batches = sorted(b for d, m, b in measured.seconds if (d, m) == (depth, mode))
+                rates = [r[1] for b in batches if (r := measured.throughput(depth, mode, b))]
                 panel.semilogx(batches, rates, "o-", base=2, label=mode)
             panel.set(xlabel="batch", ylabel="images/s", title=f"{depth} blocks", ylim=(0, None))
             panel.legend()
@@ -191,19 +206,19 @@ def main() -> None:
     options = read_options(__doc__)
     chosen = QUICK if options.quick else FULL
     page = Page("throughput_under_a_cap", "Throughput against batch size under a memory cap", options)
-    found = measure(chosen)
+    measured = measure(chosen)
     page.add(
-        f"Vision transformer blocks of width {chosen.width} on {chosen.length} patches an image, float32; activations "
-        f"may take {size(chosen.cap)} at the peak of a step, parameters and their gradients aside. Times are of "
-        f"forward and backward, the median of {chosen.rounds} rounds in which every mode and batch ran once.",
-        "Mangalam et al. (2022) measured the same on GPUs: what reversing saves an image grows with depth, and so "
-        "does the batch that fits; where a small batch leaves the device idle, the larger one makes up for the time "
-        "of the replay. Here the device is a processor, on which a small batch pays the fixed cost of every operator.",
-        summary(chosen, found),
+        f"Vision transformer blocks of width {chosen.width} on {chosen.length} patches per image, float32; activations "
+        f"may take {format_bytes(chosen.cap)} at the peak of a step, without parameters and their gradients. Times are "
+        f"of forward and backward, the median of {chosen.rounds} rounds in which every mode and batch ran once.",
+        "Mangalam et al. (2022) measured the same on GPUs: the bytes per image that reversing saves grow with depth, "
+        "and so does the batch that fits; where a small batch leaves the device idle, the larger one makes up for the "
+        "time of the replay. Here the device is a CPU, on which a small batch pays the fixed cost of every operator.",
+        summary(chosen, measured),
     )
     for depth in chosen.depths:
-        page.add(f"## Images a second at depth {depth}", by_batch(chosen, found, depth))
-    page.draw(draw(chosen, found), panels=len(chosen.depths))
+        page.add(f"## Images per second at depth {depth}", by_batch(chosen, measured, depth))
+    page.draw(draw(chosen, measured), panels=len(chosen.depths))
     page.write()
 
 

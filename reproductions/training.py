@@ -26,7 +26,7 @@ Batch: TypeAlias = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Run:
-    """What to train. `bits` puts the streams on a grid; `precision` is that of the branches."""
+    """What to train. `bits` are those of the streams' grid; `precision` is that of the branches."""
 
     task: TaskName
     seed: int
@@ -126,17 +126,17 @@ def task_of(name: TaskName) -> Task:
 
 
 def build(run: Run) -> nn.Module:
-    """The model before training; its weights depend on the seed and the sizes alone."""
+    """The model before training; its weights depend only on the seed and the sizes."""
     torch.manual_seed(run.seed)
     if run.network == "residual":
         return task_of(run.task).model(run, Residual)
-    exact = False if run.bits is None else run.bits
     dim = 1 if run.task == "digits" else -1
-    return task_of(run.task).model(run, reversible(dim=dim, memory=run.memory, exact=exact))
+    make_stack = reversible(dim=dim, memory=run.memory, exact=run.bits is not None, grid_bits=run.bits)
+    return task_of(run.task).model(run, make_stack)
 
 
 def train(run: Run) -> Trained:
-    """Train with AdamW and a one-cycle rate, and look at unseen data at the end."""
+    """Train with AdamW and a one-cycle rate, and evaluate on unseen data at the end."""
     task, model = task_of(run.task), build(run)
     generator = torch.Generator().manual_seed(1000 + run.seed)
     optimiser = torch.optim.AdamW(model.parameters(), lr=4e-3)
@@ -172,7 +172,7 @@ def _evaluate(run: Run, model: nn.Module) -> tuple[float, float]:
         logits = logits.float().flatten(0, -2)
         losses.append(F.cross_entropy(logits, answers.flatten(), reduction="none"))
         right.append(logits.argmax(-1) == answers.flatten())
-    # In float64: the mean of float32 losses near 2 cannot tell differences below 2e-7.
+    # In float64: the mean of float32 losses near 2 does not show differences below 2e-7.
     return torch.cat(losses).double().mean().item(), torch.cat(right).double().mean().item()
 
 
@@ -192,7 +192,7 @@ Result = TypeVar("Result")
 
 
 def run_all(function: Callable[[Job], Result], jobs: Sequence[Job], *, label: str, processes: int) -> list[Result]:
-    """The results of all jobs in order, from so many processes of one thread; with 1, from this one."""
+    """The results of all jobs in order, from so many processes of one thread each; with 1, from this process."""
     progress, results = Progress(label, len(jobs)), []
     if processes == 1:
         for job in jobs:

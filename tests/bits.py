@@ -62,12 +62,12 @@ def _digest(tensor: Tensor | None) -> str | None:
 
 
 def as_stored(stack: rg.ReversibleSequence, x: Tensor, *, memory: Any = "reverse", **options: Any) -> None:
-    """Assert that rebuilt activations give the bits that stored ones give."""
+    """Assert that recomputed activations give the bits that stored ones give."""
     assert_same_bits(observed(stack, x, memory=memory, **options), observed(stack, x, memory="store", **options))
 
 
 def differing(stack: rg.ReversibleSequence, x: Tensor, **options: Any) -> int:
-    """How many tensors differ in their bits between rebuilt and stored activations."""
+    """How many tensors differ in their bits between recomputed and stored activations."""
     found, wanted = observed(stack, x, memory="reverse", **options), observed(stack, x, memory="store", **options)
     return sum(_digest(found[name]) != _digest(value) for name, value in wanted.items())
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import retrograde as rg
-from retrograde.diagnose import Event, MemoryTracker
+from retrograde.measure import Event, MemoryTracker
 
 WIDTH = 16
 SHAPE = (4, 128, WIDTH)  # many rows for a small width: a parameter's gradient is small beside a stream

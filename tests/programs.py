@@ -11,14 +11,14 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from retrograde.couplings import Additive, Affine, Replace, Scaled
+from retrograde.couplings import Additive, Affine, Coupling, Replace, Scaled
 
 BATCH, HIDDEN = 2, 5
 SHAPES = ((3,), (4,), (2, 3), (3, 2), (2, 2, 2))
 CONTEXT = ("shift", "gain")
 
 
-class Gate:
+class Gate(Coupling):
     """A coupling of a user's own, with nothing but the two methods: the update scales the target."""
 
     def combine(self, target: Tensor, update: Tensor) -> Tensor:

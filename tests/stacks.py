@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import retrograde as rg
 
 MEMORIES = ("store", "checkpoint", "reverse", "mixed", "anchored")
-REBUILDING = MEMORIES[1:]
+RECOMPUTING = MEMORIES[1:]
 TIGHT = 1e-12
 
 Pair = tuple[Callable[..., Any], Callable[..., Any]]

@@ -1,1 +1,1 @@
-"""retrograde beside plain autograd and its peers: who runs, at which sizes, what is measured, what is reported."""
+"""Compares retrograde with plain autograd and its peers: contenders, sizes, measurements and reports."""

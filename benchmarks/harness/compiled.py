@@ -1,6 +1,6 @@
-"""torch.compile: plain autograd whole, with its activation budget, and branches or blocks compiled one by one.
+"""torch.compile: plain autograd as a whole, with an activation budget, and branches or blocks compiled one by one.
 
-Slow to build (tens of seconds each), so these run in one setting alone.
+Each takes tens of seconds to compile, so they run in one setting only.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .settings import Network, Pairs
 
 
 def with_own_code(run: Any) -> Any:
-    """The function with a code object of its own: the compiler keeps what it compiled by code object."""
+    """The function with a code object of its own: the compiler caches by code object."""
     return types.FunctionType(run.__code__.replace(), run.__globals__, run.__name__, run.__defaults__, run.__closure__)
 
 
 def whole(budget: float) -> Callable[[Network], Run]:
-    """Plain autograd as one compiled graph that keeps at most this share of its activations."""
+    """Plain autograd as one compiled graph that saves at most this fraction of its activations."""
 
     def build(network: Network) -> Run:
-        import torch._functorch.config as config  # the one home of the budget, as read in torch 2.13
+        import torch._functorch.config as config  # the only place of the budget, as read in torch 2.13
 
         compiled = torch.compile(with_own_code(_unrolled(network)), fullgraph=True)
         with config.patch(activation_memory_budget=budget):

@@ -1,4 +1,4 @@
-"""Who is compared: plain autograd, retrograde in its memory modes, and torch's checkpoint. Peers are in peers.py."""
+"""The contenders: plain autograd, retrograde in its memory modes, and torch's checkpoint. Peers are in peers.py."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ Arithmetic = Literal["two streams", "momentum"]
 BASELINES: dict[Arithmetic, str] = {"two streams": "plain", "momentum": "plain momentum"}
 PAIR = "plain, a pair"
 REVERSE = "retrograde reverse"
+EXACT = "retrograde exact"
 GAMMA = 0.9
 
 
@@ -89,18 +90,18 @@ def plain_momentum(network: Network) -> Run:
     return run
 
 
-def retrograde(plan: Callable[[int], Any]) -> Callable[[Network], Run]:
+def retrograde(plan: Callable[[int], Any], **options: Any) -> Callable[[Network], Run]:
     """retrograde with the memory that `plan` gives a stack of that depth."""
 
     def build(network: Network) -> Run:
         blocks = [rg.two_stream(f, g) for f, g in network.pairs]
-        return rg.ReversibleSequence(blocks, dim=network.dim, memory=plan(len(blocks)))
+        return rg.ReversibleSequence(blocks, dim=network.dim, memory=plan(len(blocks)), **options)
 
     return build
 
 
 def last_stored(share: float) -> Callable[[int], list[str]]:
-    """The last blocks stored, the others reversed: backward has let go of the stored ones when it rebuilds."""
+    """The last blocks stored, the others reversed: backward has freed the stored ones when it starts to recompute."""
 
     def plan(depth: int) -> list[str]:
         stored = max(1, round(share * depth))
@@ -141,12 +142,13 @@ def _root(depth: int) -> int:
 
 OURS_AND_TORCH = (
     Contender("plain", "plain", plain, note="stored activations, both streams in one tensor: the baseline"),
-    Contender(PAIR, "plain", pair, note="stored activations, without the concatenating"),
+    Contender(PAIR, "plain", pair, note="stored activations, without concatenation"),
     Contender("retrograde store", "retrograde", retrograde(lambda _: "store")),
     Contender("retrograde, half stored", "retrograde", retrograde(last_stored(1 / 2)), note="the last half of them"),
     Contender("retrograde, quarter stored", "retrograde", retrograde(last_stored(1 / 4)), note="the last quarter"),
     Contender("retrograde checkpoint", "retrograde", retrograde(lambda _: "checkpoint")),
     Contender(REVERSE, "retrograde", retrograde(lambda _: "reverse")),
+    Contender(EXACT, "retrograde", retrograde(lambda _: "reverse", exact=True), note="reverse, bit-identical inverse"),
     Contender("checkpoint, non-reentrant", "torch", torch_checkpoint(use_reentrant=False), note="torch.utils"),
     Contender("checkpoint, reentrant", "torch", torch_checkpoint(use_reentrant=True), note="torch.utils"),
     Contender(

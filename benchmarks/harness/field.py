@@ -1,60 +1,63 @@
-"""The contenders that take part at a size: built on one network, and seen to compute what plain autograd does."""
+"""The contenders at one size: built on one network, and checked to compute what plain autograd computes."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from retrograde.engine.drift import relative_error
+
 from .contenders import BASELINES, Contender, Run
 from .settings import Network, Setting
 
-TOLERANCE = 1e-3  # of a gradient in float32; what is further off is said in the report
+TOLERANCE = 1e-3  # of a gradient in float32; larger errors are marked in the report
 
 
 @dataclass
 class Field:
-    """Who runs, who does not and why, and how far each one's gradients are from plain autograd's."""
+    """Who runs, who does not and why, and the relative error of each one's gradients."""
 
     network: Network
-    contenders: dict[str, Contender] = field(default_factory=dict)
-    runs: dict[str, Run] = field(default_factory=dict)
-    absent: dict[str, str] = field(default_factory=dict)
-    distances: dict[str, float] = field(default_factory=dict)
+    contenders: dict[str, Contender] = dataclasses.field(default_factory=dict)
+    runs: dict[str, Run] = dataclasses.field(default_factory=dict)
+    absent: dict[str, str] = dataclasses.field(default_factory=dict)
+    distances: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def assemble(setting: Setting, contenders: Iterable[Contender], *, dtype: torch.dtype = torch.float32) -> Field:
     """Build each contender on the setting's network and run it once. One that fails is absent, with its error.
 
-    What is alive then is left out of later collections, which would else walk through all of torch each time.
+    Objects that are alive then are exempt from later garbage collections, which otherwise walk through all of torch.
     """
     gc.unfreeze()
     gc.collect()
-    found = Field(setting.build().to(dtype))
+    field = Field(setting.build().to(dtype))
     references: dict[str, list[Tensor]] = {}
     for contender in contenders:
         try:
-            run = contender.build(found.network)
-            results = outcome(run, found.network)
+            run = contender.build(field.network)
+            results = outcome(run, field.network)
         except Exception as error:
-            found.absent[contender.name] = one_line(error)
+            field.absent[contender.name] = one_line(error)
             continue
         reference = references.setdefault(contender.arithmetic, results)
         if contender.name == BASELINES[contender.arithmetic]:
             assert reference is results, "the baseline comes first"
-        found.contenders[contender.name] = contender
-        found.runs[contender.name] = run
-        found.distances[contender.name] = distance(results, reference)
-    clear(found.network)
+        field.contenders[contender.name] = contender
+        field.runs[contender.name] = run
+        field.distances[contender.name] = relative_error(results, reference)
+    clear(field.network)
     gc.freeze()
-    return found
+    return field
 
 
 def outcome(run: Run, network: Network) -> list[Tensor]:
-    """The output and the gradient of each leaf, of a loss that weighs each output differently."""
+    """The output and the gradient of each leaf, for a loss that weighs each output differently."""
     for leaf in network.leaves:
         leaf.grad = None
     y = run(network.x)
@@ -64,12 +67,6 @@ def outcome(run: Run, network: Network) -> list[Tensor]:
     if missing:
         raise RuntimeError(f"no gradient for leaves of shapes {missing}")
     return [y.detach().clone(), *(leaf.grad.clone() for leaf in network.leaves if leaf.grad is not None)]
-
-
-def distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The relative error of all of them as one vector."""
-    off = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, expected, strict=True))
-    return float((off / sum(float(b.double().square().sum()) for b in expected)) ** 0.5)
 
 
 def clear(network: Network) -> None:

@@ -1,7 +1,7 @@
 """Floating-point operations of the products in a step.
 
-torch's FlopCounterMode wraps modules and their backward, and fails where a backward is called inside another, as the
-reversible libraries do. Counting at the dispatcher needs neither.
+torch's FlopCounterMode wraps modules and their backward, and fails where one backward calls another, as in the
+reversible libraries. Counting at the dispatcher does not depend on modules.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-# The one home of dispatch modes, for all its underscore; as read in torch 2.13.
+# The only module that has dispatch modes, despite its underscore; as read in torch 2.13.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .contenders import Run
@@ -48,7 +48,7 @@ def _attention(q: Any, k: Any, v: Any, *rest: Any) -> int:
 
 
 def _attention_backward(_: Any, q: Any, k: Any, v: Any, *rest: Any) -> int:
-    """The scores once more, and the gradients of scores, q, k and v."""
+    """The scores a second time, and the gradients of scores, q, k and v."""
     return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 

@@ -9,8 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from retrograde.engine.drift import relative_error
+
 from .contenders import BASELINES, Contender, Run
-from .field import clear, distance, one_line, outcome
+from .field import clear, one_line, outcome
 from .machine import Progress
 from .settings import Network, Setting, Sweep
 
@@ -26,7 +28,7 @@ MEANING = {
 
 
 def network_in(precision: Precision | Literal["float64"], setting: Setting) -> Network:
-    """The same numbers in each precision: weights and input are rounded to bfloat16 before all else."""
+    """The same numbers in each precision: weights and input are rounded to bfloat16 first."""
     kind = {"float64": torch.float64, "bfloat16": torch.bfloat16}.get(precision, torch.float32)
     return setting.build().to(torch.bfloat16).to(kind)
 
@@ -38,7 +40,7 @@ def forward_in(precision: Precision) -> Iterator[None]:
 
 
 def gradients(run: Run, network: Network, precision: Precision | Literal["float64"]) -> list[Tensor]:
-    """The gradients of every leaf. Autocast is on for the forward pass alone, as torch advises."""
+    """The gradients of every leaf. Autocast is on for the forward pass only, as torch recommends."""
 
     def in_precision(x: Tensor) -> Tensor:
         with forward_in(precision) if precision != "float64" else contextlib.nullcontext():
@@ -51,13 +53,13 @@ def errors(
     sweeps: Sequence[Sweep], contenders: Sequence[Contender], progress: Progress
 ) -> tuple[Errors, dict[str, str]]:
     """The relative error of all gradients as one vector; and who is absent, with the reason."""
-    found: Errors = {precision: {} for precision in PRECISIONS}
+    by_precision: Errors = {precision: {} for precision in PRECISIONS}
     absent: dict[str, str] = {}
     torch.set_num_threads(1)
     for setting in (sweep.at(depth) for sweep in sweeps for depth in sweep.depths):
         references = _references(setting, contenders)
         for precision in PRECISIONS:
-            row = found[precision].setdefault(setting.depth, {})
+            row = by_precision[precision].setdefault(setting.depth, {})
             network = network_in(precision, setting)
             for contender in contenders:
                 try:
@@ -65,10 +67,10 @@ def errors(
                 except Exception as error:
                     absent[f"{contender.name}, {precision}"] = one_line(error)
                     continue
-                row[contender.name] = distance(result, references[contender.arithmetic])
+                row[contender.name] = relative_error(result, references[contender.arithmetic])
                 progress.step(f"gradients: {contender.name}, {precision}, depth {setting.depth}")
             clear(network)
-    return found, absent
+    return by_precision, absent
 
 
 def _references(setting: Setting, contenders: Sequence[Contender]) -> dict[str, list[Tensor]]:

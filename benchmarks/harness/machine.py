@@ -1,4 +1,4 @@
-"""Where and with what a report was made, and how far it has come."""
+"""The machine and the software of a report, and its progress."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def _git(*arguments: str) -> str:
 
 def commit() -> str:
     """The commit, and whether the library's own files differ from it."""
-    found = _git("rev-parse", "--short", "HEAD") or "unknown"
-    return f"{found}, with uncommitted changes" if _git("status", "--porcelain", "src", "benchmarks/harness") else found
+    head = _git("rev-parse", "--short", "HEAD") or "unknown"
+    return f"{head}, with uncommitted changes" if _git("status", "--porcelain", "src", "benchmarks/harness") else head
 
 
 def version(package: str) -> str:
@@ -46,14 +46,14 @@ def version(package: str) -> str:
 
 
 def load() -> float:
-    """The load average of the last minute: before the first measurement, what others do on this machine."""
+    """The load average of the last minute: before the first measurement, that of other work on this machine."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
 def describe(load_before: float, packages: Iterable[str]) -> list[str]:
     memory = _field("/proc/meminfo", "MemTotal")
     gib = f"{int(memory.split()[0]) / 2**20:.0f} GiB" if memory != "unknown" else memory
-    busy = "; other work ran beside it, so trust ratios and not milliseconds" if load_before > 0.5 else ""
+    busy = "; other work ran at the same time, so trust ratios rather than milliseconds" if load_before > 0.5 else ""
     return [
         f"- date: {datetime.date.today()}, commit: {commit()}",
         f"- hardware: {_field('/proc/cpuinfo', 'model name')}, {os.cpu_count()} cores, {gib}; "
@@ -65,7 +65,7 @@ def describe(load_before: float, packages: Iterable[str]) -> list[str]:
 
 
 class Progress:
-    """Lines on the standard error: rewritten in place on a terminal, and elsewhere only those that end a part."""
+    """Lines on the standard error: overwritten on a terminal; elsewhere only those that end a part."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Bytes that are alive at the peak of a step, less parameters and their gradients; and how they grow with depth."""
+"""Bytes alive at the peak of a step, without parameters and their gradients; and how they grow with depth."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from retrograde.diagnose import MemoryTracker
+from retrograde.measure import MemoryTracker
 
 from .contenders import Contender, Run
 from .field import assemble, clear
@@ -21,7 +21,7 @@ from .settings import Network, Sweep
 
 @contextmanager
 def gradients_left_out(tracker: MemoryTracker, leaves: Iterable[Tensor]) -> Iterator[None]:
-    """A gradient counts until it has become the leaf's own."""
+    """A context in which a gradient counts until it has been accumulated into its leaf."""
 
     def leave_out(leaf: Tensor) -> None:
         if leaf.grad is not None:
@@ -47,20 +47,20 @@ def peak(run: Run, network: Network) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The profiler announces itself on the standard error of the process."""
+    """Silence the standard error of the process, to which the profiler prints."""
     sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    original, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(original, 2)
+        os.close(original)
         os.close(nowhere)
 
 
 def profiled_peak(run: Run, network: Network) -> int:
-    """The same by the allocator's own record, gradients included: what compiled code takes, no tracker sees."""
+    """The same as recorded by the allocator, gradients included: no tracker sees the memory of compiled code."""
     clear(network)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with _quiet(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
@@ -79,13 +79,13 @@ def by_depth(
     sweep: Sweep, contenders: Sequence[Contender], progress: Progress
 ) -> tuple[dict[str, dict[int, int]], dict[str, str]]:
     """For each contender its peak at each depth; and who is absent, with the reason."""
-    found: dict[str, dict[int, int]] = {}
+    peaks: dict[str, dict[int, int]] = {}
     absent: dict[str, str] = {}
     torch.set_num_threads(1)
     for depth in sweep.depths:
         field = assemble(sweep.at(depth), contenders)
         absent |= field.absent
         for name, run in field.runs.items():
-            found.setdefault(name, {})[depth] = peak(run, field.network)
+            peaks.setdefault(name, {})[depth] = peak(run, field.network)
             progress.step(f"memory by depth: {name} at depth {depth}")
-    return found, absent
+    return peaks, absent

@@ -31,7 +31,7 @@ class Mlp(nn.Sequential):
 
 
 class Multiply(nn.Module):
-    """The cheapest branch there is: what remains is the library's own cost."""
+    """The cheapest possible branch: the library's own cost remains."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Multiply(nn.Module):
 
 
 class Convolution(nn.Sequential):
-    """Norm, ReLU, 3×3. Group norm: batch norm has statistics, which the peers would update twice and we once."""
+    """Norm, ReLU, 3×3. Group norm, since the peers would update the statistics of a batch norm twice."""
 
     def __init__(self, width: int) -> None:
         super().__init__(nn.GroupNorm(4, width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1))

@@ -1,4 +1,4 @@
-"""The published libraries, each given the same branches. Imported only when built: one may be missing or not run."""
+"""The published libraries, each with the same branches. Imported only when built: one may be missing or not run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .settings import Network
 
 
 def published_module(package: str) -> ModuleType:
-    """`reversible.py` of an installed package, without the package around it and all that would import."""
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
+    """`reversible.py` of an installed package, without importing the package around it."""
+    installed = importlib.util.find_spec(package)
+    if installed is None or not installed.submodule_search_locations:
         raise ModuleNotFoundError(f"No module named {package!r}")
-    path = Path(found.submodule_search_locations[0]) / "reversible.py"
+    path = Path(installed.submodule_search_locations[0]) / "reversible.py"
     spec = importlib.util.spec_from_file_location(f"published_{package}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -30,7 +30,7 @@ def published_module(package: str) -> ModuleType:
 
 
 class WithoutSignals(nn.Module):
-    """A branch whose caller passes keywords (`_reverse`) or a graph that it has no use for."""
+    """A branch that ignores further arguments of its caller: keywords (`_reverse`), or a graph."""
 
     def __init__(self, branch: nn.Module) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class OnTuples(nn.Module):
 
 def only_sequences(network: Network) -> None:
     if network.x.dim() != 3:
-        raise NotImplementedError(f"takes (batch, length, width) alone, not {tuple(network.x.shape)}")
+        raise NotImplementedError(f"takes only (batch, length, width), not {tuple(network.x.shape)}")
 
 
 def revtorch(network: Network) -> Run:
@@ -67,7 +67,7 @@ def revtorch(network: Network) -> Run:
 
 def memcnn(network: Network) -> Run:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.cuda.amp was renamed since
+        warnings.simplefilter("ignore")  # torch.cuda.amp was renamed
         from memcnn import AdditiveCoupling, InvertibleModuleWrapper
 
     dim = network.dim
@@ -76,7 +76,7 @@ def memcnn(network: Network) -> Run:
 
     def run(x: Tensor) -> Tensor:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # so was the storage that it resizes
+            warnings.simplefilter("ignore")  # so was the storage class that it resizes
             return merge(stack(torch.cat([x, x], dim)), dim)
 
     return run
@@ -92,7 +92,7 @@ def revlib(network: Network) -> Run:
 
 def group_add_rev(network: Network) -> Run:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit.script, which it uses as it is imported, is deprecated
+        warnings.simplefilter("ignore")  # it uses torch.jit.script, which is deprecated
         from torch_geometric.nn.models.rev_gnn import GroupAddRev
 
     dim = network.dim

@@ -15,7 +15,7 @@ MARKERS = "osD^vP*X<>hpd8H"
 
 
 def draw(results: Results, folder: Path, stem: str) -> dict[str, Path]:
-    """Draw what there is to draw; the pictures by the part of the report that shows them."""
+    """Draw the pictures; they are returned by the part of the report that shows them."""
     try:
         import matplotlib as mpl
     except ModuleNotFoundError:
@@ -41,7 +41,7 @@ def draw(results: Results, folder: Path, stem: str) -> dict[str, Path]:
 
 
 def _styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Colour by family, marker within it, so that a contender looks the same in each picture."""
+    """Colour by family, marker within it, so that a contender looks the same in all pictures."""
     order = list(CONTENDERS)
     styles = {}
     for name in names:
@@ -81,7 +81,7 @@ def _scatter(comparison: Comparison) -> Any:
         at = (comparison.in_pairs(name), middle)
         axes[0].errorbar([at[0]], [at[1]], yerr=spread, linestyle="none", capsize=2, **style)
         if name in _named(comparison):
-            offset = (0, -24) if name == REVERSE else (6, -11)  # one below the other where points are neighbours
+            offset = (0, -24) if name == REVERSE else (6, -11)  # one below the other, as the points are close
             axes[0].annotate(name, at, offset, textcoords="offset points", fontsize=8, color=style["color"])
     axes[0].set(
         xscale="log",
@@ -94,7 +94,7 @@ def _scatter(comparison: Comparison) -> Any:
 
 
 def _named(comparison: Comparison) -> set[str]:
-    """The contenders whose names stand beside their points: reversing, and the fastest peer that reverses."""
+    """The contenders whose names are printed at their points: reverse, and the fastest peer that reverses."""
     peers = [c for c in rivals_in(comparison.seconds) if c.family == "peer"]
     return {REVERSE, *(c.name for c in sorted(peers, key=lambda c: comparison.to_baseline(c)[1])[:1])}
 

@@ -1,4 +1,4 @@
-"""The report: tables of what was measured, and where retrograde is not first."""
+"""The report: tables of the measurements, and where retrograde is not first."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ METHOD = """\
 - Every contender runs the same branches with the same weights: `y1 = x1 + f(x2)`, `y2 = x2 + g(y1)`, both streams \
 start as x, their mean is the output. momentumnet has an arithmetic of its own, `v = 0.9 v + 0.1 f(x)`, `x += v` over \
 the same branches, and so has its own baseline, "plain momentum"; "retrograde momentum" computes the same.
-- Time is that of forward and backward. Contenders run interleaved in one process, each once a round in shuffled \
-order; the ratio to the baseline is taken round by round, and its median and quartiles are given. Garbage is \
+- Time is that of forward and backward. Contenders run interleaved in one process, each once per round in shuffled \
+order; the ratio to the baseline is computed per round, and its median and quartiles are given. Garbage is \
 collected between the runs, not in them.
-- Memory is the most bytes of tensors alive at once, without parameters and without gradients that have arrived, in \
-units of S, the bytes of one pair of streams. A library that hands over all gradients at the end (momentumnet) holds \
-them till then, and they count.
+- Memory is the peak of the bytes of live tensors, without parameters and without accumulated gradients, in units of \
+S, the bytes of one pair of streams. A library that returns all gradients at the end (momentumnet) holds them until \
+then, and they count.
 - FLOPs are those of matrix products, convolutions and attention, relative to the baseline's.
-- "gradients" is the distance of output and gradients from the baseline's in float32, relative, as one vector; \
+- "gradients" is the relative error of output and gradients, as one vector, against the baseline's in float32; \
 rounding gives about 1e-7."""
 
 
-RESIDENT = "What a step adds to the resident memory of a fresh process, less the gradients (in S)."
+RESIDENT = "What a step adds to the resident memory of a fresh process, without the gradients (in S)."
 ALLOCATORS = {
-    "as it comes": "The allocator as it comes: freed memory stays with the process, holes and all.",
-    "tight": "MALLOC_MMAP_THRESHOLD_=65536: larger buffers are given back as they are freed.",
+    "default": "The default allocator: freed memory stays with the process, fragmented.",
+    "tight": "MALLOC_MMAP_THRESHOLD_=65536: larger buffers are returned to the system when they are freed.",
 }
 
 
@@ -40,7 +40,7 @@ def render(results: Results, pictures: dict[str, Path]) -> str:
     title = f"# Benchmarks, {datetime.date.today()}"
     lines = [title, "", *results.machine, f"- the whole run took {results.minutes:.1f} minutes"]
     if results.quick:
-        lines += ["", "**A quick run at toy sizes, to see that everything works. Its figures mean nothing.**"]
+        lines += ["", "**A quick run at toy sizes, to check that everything works. Its figures mean nothing.**"]
     lines += ["", "## How it was measured", "", METHOD, ""]
     lines += ["## Where retrograde is not first", "", *_not_first(results)]
     for name, comparison in results.comparisons.items():
@@ -74,11 +74,11 @@ def _named(name: str) -> str:
 
 
 def _not_first(results: Results) -> list[str]:
-    found = findings(results)
-    if not found:
-        return ["Nowhere in what was measured here."]
+    all_findings = findings(results)
+    if not all_findings:
+        return ["It is first in all measurements of this report."]
     lines = []
-    for part, group in groupby(found, key=lambda finding: finding.part):
+    for part, group in groupby(all_findings, key=lambda finding: finding.part):
         lines += ["", f"### {part}", "", *(f"- {finding.text}" for finding in group)]
         lines += ["", f"Why: {CAUSES.get(part, 'not known yet.')}"]
     return lines[1:]
@@ -88,12 +88,12 @@ def _comparison(comparison: Comparison) -> list[str]:
     setting = comparison.setting
     lines = [f"{setting.describe()}. S is {comparison.pair_bytes / 2**10:.1f} KiB."]
     if comparison.measured_by == "profiler":
-        lines[0] += " Memory is the allocator's own record here, gradients included: no tracker sees compiled code."
+        lines[0] += " Memory is recorded by the allocator here, gradients included: no tracker sees compiled code."
     if setting.name == "large":
         lines += ["", _limit_line(comparison)]
     head = ["contender", "time", "quartiles", "ms", "peak, S", "FLOPs", "gradients"]
     if setting.kind == "multiply":
-        head += ["µs a block", "above a pair"]
+        head += ["µs per block", "above a pair"]
     return [*lines, "", *table(head, (_row(comparison, name) for name in comparison.seconds))]
 
 
@@ -142,7 +142,7 @@ def _growth(growth: Growth, head: str) -> list[str]:
         cells = [f"{points[depth] / unit:.1f}" if depth in points else "–" for depth in depths]
         slope = growth.slope(name) if len(points) > 1 else float("nan")
         rows.append([_named(name), *cells, f"{slope / unit:.3f}", f"{slope / 2**10:.1f}"])
-    return lines + table(["contender", *(f"depth {d}" for d in depths), "S a block", "KiB a block"], rows)
+    return lines + table(["contender", *(f"depth {d}" for d in depths), "S per block", "KiB per block"], rows)
 
 
 def _gradients(results: Results) -> list[str]:
@@ -177,6 +177,6 @@ def _absent(results: Results) -> list[str]:
         for who, why in absent.items():
             reasons.setdefault((who, why), []).append(part_name)
     if not reasons:
-        return ["All of them ran everywhere."]
+        return ["All contenders ran in all parts."]
     rows = [[who, ", ".join(where), why.replace("|", "\\|")] for (who, why), where in reasons.items()]
     return table(["contender", "where", "reason"], rows)

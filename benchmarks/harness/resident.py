@@ -1,8 +1,9 @@
-"""Peak resident memory of a training step in a fresh process: with Python's objects and the holes in the heap.
+"""Peak resident memory of a training step in a fresh process, with Python's objects and the heap's fragmentation.
 
     python -m harness.resident <contender> <setting as JSON>
 
-prints the bytes by which the peak (VmHWM) exceeds what was there before the step. Parameters are; gradients are not.
+prints the bytes by which the peak (VmHWM) exceeds the resident memory before the step, which includes parameters.
+Gradients are subtracted.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from .settings import Setting, Sweep
 
 STATUS = Path("/proc/self/status")
 FOLDER = Path(__file__).resolve().parent.parent
-Allocator = Literal["as it comes", "tight"]
-# glibc keeps freed memory for later, with holes that the gradients leave in it, but for buffers above a threshold.
-ALLOCATORS: dict[Allocator, dict[str, str]] = {"as it comes": {}, "tight": {"MALLOC_MMAP_THRESHOLD_": "65536"}}
+Allocator = Literal["default", "tight"]
+# glibc keeps freed memory for later, fragmented by the gradients, except for buffers above a threshold.
+ALLOCATORS: dict[Allocator, dict[str, str]] = {"default": {}, "tight": {"MALLOC_MMAP_THRESHOLD_": "65536"}}
 
 
 def status(field: str) -> int:
@@ -36,7 +37,7 @@ def status(field: str) -> int:
 
 
 def measure(name: str, setting: Setting) -> int:
-    """Run in a process of its own. A small step comes first: what is loaded on first use does not count."""
+    """Measure in this process, which is a new one. After a small step: what is loaded on first use does not count."""
     import torch
 
     from .contenders import OURS_AND_TORCH
@@ -54,7 +55,7 @@ def measure(name: str, setting: Setting) -> int:
     return status("VmHWM") - before - gradients
 
 
-def in_fresh_process(name: str, setting: Setting, allocator: Allocator = "as it comes") -> int | str:
+def in_fresh_process(name: str, setting: Setting, allocator: Allocator = "default") -> int | str:
     """The bytes, or the reason why there are none."""
     command = [sys.executable, "-m", "harness.resident", name, json.dumps(dataclasses.asdict(setting))]
     library = str(Path(retrograde.__file__).resolve().parent.parent)
@@ -62,18 +63,18 @@ def in_fresh_process(name: str, setting: Setting, allocator: Allocator = "as it 
     environment = {**os.environ, "PYTHONPATH": path, **ALLOCATORS[allocator]}
     run = subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True, check=False)
     if run.returncode:
-        return (run.stderr.strip().splitlines() or [f"died with {run.returncode}"])[-1][:200]
+        return (run.stderr.strip().splitlines() or [f"ended with {run.returncode}"])[-1][:200]
     return int(run.stdout.split()[-1])
 
 
 def by_depth(
-    sweep: Sweep, names: Sequence[str], progress: Progress, allocator: Allocator = "as it comes"
+    sweep: Sweep, names: Sequence[str], progress: Progress, allocator: Allocator = "default"
 ) -> tuple[dict[str, dict[int, int]], dict[str, str]]:
     """For each contender its peak at each depth; and who is absent, with the reason. Two processes at a time."""
     if not STATUS.exists():
-        return {}, dict.fromkeys(names, "this system does not tell a process's peak")
+        return {}, dict.fromkeys(names, "this system does not report a process's peak")
     jobs = [(name, depth) for depth in sweep.depths for name in names]
-    found: dict[str, dict[int, int]] = {}
+    peaks: dict[str, dict[int, int]] = {}
     absent: dict[str, str] = {}
     with ThreadPoolExecutor(2) as pool:
         results = pool.map(lambda job: in_fresh_process(job[0], sweep.at(job[1]), allocator), jobs)
@@ -82,8 +83,8 @@ def by_depth(
             if isinstance(result, str):
                 absent[name] = result
             else:
-                found.setdefault(name, {})[depth] = result
-    return found, absent
+                peaks.setdefault(name, {})[depth] = result
+    return peaks, absent
 
 
 if __name__ == "__main__":

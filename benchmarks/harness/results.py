@@ -1,4 +1,4 @@
-"""What was measured, as plain data: it can be written as JSON, and the report is made of nothing else."""
+"""The measurements as plain data: they can be written as JSON, and are all that the report needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Quartiles = tuple[float, float, float]
 
 @dataclass
 class Comparison:
-    """All contenders at one size. Memory by the tracker leaves gradients out, by the profiler it has them in."""
+    """All contenders at one size. Memory includes gradients if it is measured by the profiler, not by the tracker."""
 
     setting: Setting
     pair_bytes: int
@@ -28,7 +28,7 @@ class Comparison:
     measured_by: str = "tracker"
 
     def ratio(self, name: str, baseline: str) -> Quartiles:
-        """Quartiles of the ratio round by round: what slows the machine slows both."""
+        """Quartiles of the ratio per round: what slows the machine slows both."""
         ratios = [a / b for a, b in zip(self.seconds[name], self.seconds[baseline], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
         return low, middle, high
@@ -37,7 +37,7 @@ class Comparison:
         return self.ratio(contender.name, BASELINES[contender.arithmetic])
 
     def above_pair(self, name: str) -> float:
-        """Seconds a block beyond plain autograd on a pair of streams, the median of the rounds."""
+        """Seconds per block beyond plain autograd on a pair of streams, the median of the rounds."""
         rounds = zip(self.seconds[name], self.seconds[PAIR], strict=True)
         return statistics.median(a - b for a, b in rounds) / self.setting.depth
 
@@ -56,7 +56,7 @@ class Growth:
     absent: dict[str, str]
 
     def slope(self, name: str) -> float:
-        """Bytes a block: the least-squares line through the depths."""
+        """Bytes per block: the slope of the least-squares line through the depths."""
         points = self.peaks[name]
         return statistics.linear_regression(list(points), list(points.values())).slope
 

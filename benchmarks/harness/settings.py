@@ -19,7 +19,7 @@ Kind = Literal["transformer", "multiply", "convolution"]
 
 @dataclass(frozen=True)
 class Network:
-    """The branches of each block, an input, and the dimension along which two streams lie side by side."""
+    """The branches of each block, an input, and the dimension along which two streams are concatenated."""
 
     pairs: Pairs
     x: Tensor
@@ -77,7 +77,7 @@ class Setting:
         return Attention(self.width, self.heads), Mlp(self.width)
 
     def quick(self) -> Setting:
-        """A form of it that takes seconds: to see that everything works, not to measure."""
+        """The same at a size that takes seconds: to check that everything works, not to measure."""
         return replace(
             self,
             depth=min(self.depth, 4),

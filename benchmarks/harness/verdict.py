@@ -1,4 +1,4 @@
-"""Where retrograde is not first, computed from what was measured, and why, as far as it is known."""
+"""Where retrograde is not first, computed from the measurements, and why, as far as it is known."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from .peers import PEERS
 from .results import Comparison, Growth, Results
 
 CONTENDERS = {c.name: c for c in (*OURS_AND_TORCH, *PEERS, *COMPILED_CONTENDERS)}
-NEARLY = 1.005  # bytes are exact, so that this only forgives a few numbers that are kept beside the streams
+NEARLY = 1.005  # bytes are exact: this only allows for a few numbers that are saved besides the streams
 LIMIT_MARGIN = 1.05
 GRADIENT_MARGIN = 1.05
-SLOPE_MARGIN = {"live": 0.005, "resident": 0.05}  # in pairs of streams a block; resident memory comes in pages
+SLOPE_MARGIN = {"live": 0.005, "resident": 0.05}  # in pairs of streams per block; resident memory comes in pages
 
 # The known causes, by the part of the report in which a finding stands.
 CAUSES = {
-    "tiny": "The fixed cost of a block shows: retrograde lets autograd save each tensor through hooks in Python, where "
-    "a backward written by hand inside one custom function saves nothing, and looks in each step whether modules, "
-    "generators, weights and saved tensors are what the replay will need. What that buys is in the README: second "
-    "derivatives, `autograd.grad`, hooks, losses on hidden states, and errors in the place of wrong gradients. "
-    '`compiled="single graph"`, among the compiled ones, has no such cost.',
-    "multiply": "Branches that only multiply leave nothing but the fixed cost of a block: the hooks in Python for each "
-    "saved tensor, and the record of what a replay must see again.",
-    "compiled": "A compiler that may keep a part of the activations computes less again than one that keeps the "
-    "streams alone, as the single graph does. Branches that are compiled one by one pay for their guards in each call.",
-    "float32": "Adding and then subtracting rounds, so that rebuilt activations drift; what is stored, or rebuilt "
-    'forward from a checkpoint, does not. `memory="checkpoint"` and anchors are the remedies.',
+    "tiny": "The fixed cost of a block is visible: retrograde lets autograd save each tensor through hooks in Python, "
+    "where a backward written by hand inside one custom function saves nothing, and checks in each step whether "
+    "modules, generators, weights and saved tensors are those that the replay will need. The README says what that "
+    "gives: second derivatives, `autograd.grad`, hooks, losses on hidden states, and errors instead of wrong "
+    'gradients. `compiled="single graph"`, among the compiled ones, has no such cost.',
+    "multiply": "Branches that only multiply show the fixed cost of a block: the hooks in Python for each saved "
+    "tensor, and the record of the state that a replay needs.",
+    "compiled": "A compiler that may save a part of the activations recomputes less than one that saves only the "
+    "streams, as the single graph does. Branches that are compiled one by one pay for their guards in each call.",
+    "float32": "Adding and then subtracting rounds, so recomputed activations drift; stored ones do not, nor those "
+    'recomputed from a checkpoint. `memory="checkpoint"` and anchors are the remedies.',
 }
 CAUSES["bfloat16"] = CAUSES["float32"]
-CAUSES["resident memory, allocator as it comes"] = (
-    "With glibc's defaults what grows is mostly holes in the heap; with the tight allocator nearly all of it is gone."
+CAUSES["resident memory, allocator default"] = (
+    "With glibc's defaults most of the growth is fragmentation of the heap; with the tight allocator nearly all of it "
+    "is gone."
 )
 CAUSES["resident memory, allocator tight"] = (
-    "What a block costs beside tensors: the nodes of its graph, which a custom function does not have, and our record "
+    "What a block costs besides tensors: the nodes of its graph, which a custom function does not have, and our record "
     "of its steps."
 )
 CAUSES["autocast"] = (
     "The published libraries forget autocast in the replay: their backward runs in float32, in float32's time, and is "
     "then nearer to float64 in a shallow stack than any backward of the network that ran forward. As depth grows the "
-    "activations that they rebuild in float32 are no longer those of the bfloat16 forward pass. " + CAUSES["float32"]
+    "activations that they recompute in float32 are no longer those of the bfloat16 forward pass. " + CAUSES["float32"]
 )
 
 
@@ -54,18 +55,18 @@ class Finding:
 
 
 def findings(results: Results) -> list[Finding]:
-    """Every claim that what was measured does not bear out."""
-    found: list[Finding] = []
+    """Every claim that the measurements do not support."""
+    all_findings: list[Finding] = []
     for name, comparison in results.comparisons.items():
         texts = [*_not_beaten(comparison), *_smaller(comparison), *_faster_on_small(comparison), *_limit(comparison)]
-        found += [Finding(name, text) for text in texts]
+        all_findings += [Finding(name, text) for text in texts]
     if results.live is not None:
-        found += [Finding("live memory by depth", text) for text in _slopes(results.live, SLOPE_MARGIN["live"])]
+        all_findings += [Finding("live memory by depth", text) for text in _slopes(results.live, SLOPE_MARGIN["live"])]
     for allocator, growth in results.resident.items():
         part = f"resident memory, allocator {allocator}"
-        found += [Finding(part, text) for text in _slopes(growth, SLOPE_MARGIN["resident"])]
-    found += _gradient_findings(results)
-    return found
+        all_findings += [Finding(part, text) for text in _slopes(growth, SLOPE_MARGIN["resident"])]
+    all_findings += _gradient_findings(results)
+    return all_findings
 
 
 def rivals_in(names: object, arithmetic: str = "two streams") -> list[Contender]:
@@ -75,7 +76,7 @@ def rivals_in(names: object, arithmetic: str = "two streams") -> list[Contender]
 
 
 def _not_beaten(comparison: Comparison) -> Iterator[str]:
-    """Rivals to which no way of running retrograde is equal in memory and time."""
+    """Rivals that no mode of retrograde equals in both memory and time."""
     for arithmetic in ("two streams", "momentum"):
         ours = [CONTENDERS[n] for n in comparison.seconds if CONTENDERS[n].family == "retrograde"]
         ours = [c for c in ours if c.arithmetic == arithmetic]
@@ -115,7 +116,7 @@ def _smaller(comparison: Comparison) -> Iterator[str]:
 
 
 def _faster_on_small(comparison: Comparison) -> Iterator[str]:
-    """On small blocks, reversing is to be no slower than the fastest library that reverses."""
+    """On small blocks, reverse should be no slower than the fastest library that reverses."""
     peers = [c for c in rivals_in(comparison.seconds) if c.family == "peer"]
     if comparison.setting.name not in ("tiny", "multiply") or not peers or REVERSE not in comparison.seconds:
         return
@@ -130,7 +131,7 @@ def _faster_on_small(comparison: Comparison) -> Iterator[str]:
 
 
 def limit(depth: int) -> float:
-    """Of plain autograd's time: every branch once more but the last, whose graph the peak has room for."""
+    """The least time in units of plain autograd's: every branch runs twice, except the last, whose graph is saved."""
     return (4 * depth - 1) / (3 * depth)
 
 
@@ -152,7 +153,7 @@ def _slopes(growth: Growth, margin: float) -> Iterator[str]:
     for rival in rivals_in(growth.peaks):
         theirs = growth.slope(rival.name) / growth.pair_bytes
         if theirs + margin < ours:
-            yield f"{rival.name} grows by {theirs:.3f} S a block, {REVERSE} by {ours:.3f} S."
+            yield f"{rival.name} grows by {theirs:.3f} S per block, {REVERSE} by {ours:.3f} S."
 
 
 def _gradient_findings(results: Results) -> Iterator[Finding]:
@@ -171,6 +172,6 @@ def _gradient_findings(results: Results) -> Iterator[Finding]:
                 best = min(better, key=lambda c: errors[c.name])
                 yield Finding(
                     precision,
-                    f"Gradients at depth {depth}: {len(better)} are nearer than {REVERSE}, which is "
-                    f"{errors[REVERSE]:.2g} off; {best.name} is {errors[best.name]:.2g} off.",
+                    f"Gradients at depth {depth}: {len(better)} have a smaller error than {REVERSE}, whose error is "
+                    f"{errors[REVERSE]:.2g}; that of {best.name} is {errors[best.name]:.2g}.",
                 )

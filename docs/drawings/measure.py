@@ -100,7 +100,7 @@ def main(names: Sequence[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             # The status is 1 for a model with a fault, which the doctor's is.
             subprocess.run(
-                [sys.executable, "-m", "retrograde.cli", *command],
+                [sys.executable, "-m", "retrograde", *command],
                 check=False,
                 cwd=folder,
             )

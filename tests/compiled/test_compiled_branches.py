@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compiling import QUIET, WIDTH, Graphs, Mlp, assert_close, gradients
 from torch import Tensor, nn
 
 import retrograde as rg
+from compiling import QUIET, WIDTH, Graphs, Mlp, assert_close, gradients
 
 pytestmark = QUIET
 
@@ -77,7 +77,7 @@ def test_dropout_in_a_compiled_branch_is_replayed_with_its_mask(memory: str) -> 
     assert not torch.allclose(other, stored[0])  # so there was dropout
 
 
-def test_a_graph_of_compiled_branches_may_be_kept_and_walked_twice() -> None:
+def test_a_graph_of_compiled_branches_may_be_retained_and_walked_twice() -> None:
     """Donated buffers, which a second walk would find overwritten, belong to a replay, not to the graph."""
     branch = torch.compile(Mlp())
     stack = rg.ReversibleSequence([rg.two_stream(branch, branch) for _ in range(3)])

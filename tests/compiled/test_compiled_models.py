@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compiling import QUIET, WIDTH, Graphs, Mlp, Model, assert_close, breaks, gradients
 from torch import Tensor, nn
 
 import retrograde as rg
+from compiling import QUIET, WIDTH, Graphs, Mlp, Model, assert_close, breaks, gradients
 
 pytestmark = QUIET
 
@@ -36,7 +36,7 @@ def test_a_compiled_model_breaks_its_graph_at_the_stack_alone_and_trains_reversi
     assert graphs.count == 3
     (why,) = breaks()  # one cause; the compiler meets it again in every frame between the model and the stack's driver
     assert "torch.compiler.disable" in why
-    assert "rebuilds activations when autograd asks for them" in why  # the compiler's log explains it
+    assert "recomputes activations when autograd asks for them" in why  # the compiler's log explains it
     assert [branch.replays for branch in branches] == [[False, True]] * 3 + [[False]]  # the last keeps its graph
 
 

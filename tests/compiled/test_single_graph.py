@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compiling import QUIET, WIDTH, Graphs, Mlp, Model, assert_close, breaks, gradients
 from torch import Tensor, nn
 
 import retrograde as rg
+from compiling import QUIET, WIDTH, Graphs, Mlp, Model, assert_close, breaks, gradients
 
 pytestmark = QUIET
 
@@ -74,7 +74,7 @@ def kept(y: Tensor, *but: Tensor) -> int:
 
 
 def test_one_graph_keeps_the_same_for_any_depth() -> None:
-    """Left to itself, the compiler would rebuild in the forward pass and keep everything: plain autograd does."""
+    """Left to itself, the compiler would recompute in the forward pass and keep everything: plain autograd does."""
 
     def kept_at(depth: int, memory: str) -> int:
         torch.compiler.reset()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from team import Team
 
 if not torch.distributed.is_available():

@@ -1,4 +1,4 @@
-"""Several processes on parts of a batch beside one process on the joined batch."""
+"""Several processes on parts of a batch, compared with one process on the joined batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Scenario = Callable[[Any, Tensor], Tensor]
 
 
 def mean_loss(y: Tensor) -> Tensor:
-    """A mean over the batch, and no sum of squares, so that no gradient is zero by accident."""
+    """A mean over the batch, and not of squares, so that no gradient is zero by accident."""
     return (y.sin() * y).mean()
 
 
@@ -40,7 +40,7 @@ def part(x: Tensor, index: int | None = None, count: int | None = None) -> Tenso
 
 
 def follow(parallel: Any, reference: Any, scenario: Scenario = once, *, steps: int = 3, **options: Any) -> None:
-    """Train both, the one on a part of each batch and the other on all of it; gradients agree at every step."""
+    """Train both, one on a part of each batch and the other on all of it; gradients agree at every step."""
     optimisers = [torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9) for model in (parallel, reference)]
     for step in range(steps):
         x = batch(step)
@@ -63,5 +63,5 @@ def gradients_agree(parallel: nn.Module, reference: nn.Module, tolerance: float 
 
 
 def whole(tensor: Any) -> Any:
-    """A tensor of which each process has a part, put together."""
+    """The full tensor, where each process has a part of it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

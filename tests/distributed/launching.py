@@ -22,7 +22,7 @@ LIMIT = 120.0  # seconds for a run, with a restart
 
 
 class Launched:
-    """A command that runs: its lines as they come, and the processes in which the script says that it runs."""
+    """A running command: its lines as they are printed, and the processes in which the script says that it runs."""
 
     def __init__(self, *command: str) -> None:
         path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
@@ -55,25 +55,25 @@ class Launched:
         return line
 
     def wait_for_step(self, step: int) -> None:
-        """Read on until a step was done, or a later one."""
+        """Read until a step, or a later one, was done."""
         while (line := self.next_line()) is not None:
-            if (found := re.match(r"  step +(\d+)/", line)) and int(found[1]) >= step:
+            if (match := re.match(r"  step +(\d+)/", line)) and int(match[1]) >= step:
                 return
         raise AssertionError(f"The run ended before step {step}:\n{self.text}")
 
     def wait_for_start(self, count: int) -> None:
-        """Read on until so many processes have started."""
+        """Read until so many processes have started."""
         while len(self.starts()) < count and self.next_line() is not None:
             pass
         assert len(self.starts()) == count, self.text
 
     def starts(self) -> list[tuple[int, int, int]]:
         """Of each process so far: its rank, its id, and the step that it started from."""
-        found = re.findall(r"^rank (\d+) of \d+, .*: process (\d+), from step (\d+)$", self.text, re.MULTILINE)
-        return [(int(rank), int(process), int(step)) for rank, process, step in found]
+        matches = re.findall(r"^rank (\d+) of \d+, .*: process (\d+), from step (\d+)$", self.text, re.MULTILINE)
+        return [(int(rank), int(process), int(step)) for rank, process, step in matches]
 
     def finish(self) -> str:
-        """Read to the end. All must have gone well; what was printed."""
+        """Read to the end, check the exit status, and return what was printed."""
         while self.next_line() is not None:
             pass
         assert self.process.wait(timeout=30) == 0, self.text
@@ -102,7 +102,7 @@ class Launched:
 
 
 def command_of(process: int) -> str:
-    """The command line of a process, or nothing if it is gone."""
+    """The command line of a process, empty if it has ended."""
     try:
         return Path(f"/proc/{process}/cmdline").read_text()
     except OSError:
@@ -131,7 +131,7 @@ def nodes(processes: int, *arguments: str) -> tuple[Launched, Launched]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on, below the range from which systems pick ports by themselves."""
+    """A free port, below the range from which systems pick ports by themselves."""
     while True:
         port = random.SystemRandom().randrange(20000, 32000)
         with socket.socket() as probe:

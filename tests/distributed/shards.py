@@ -13,7 +13,7 @@ SHARDED = ("each branch", "each block", "the root", "all three")
 
 
 def shard(model: nn.Module, way: str, **options: Any) -> nn.Module:
-    """Shard a model that has one stack; what is inside is sharded first."""
+    """Shard a model that has one stack; inner modules are sharded first."""
     [stack] = [m for m in model.modules() if isinstance(m, rg.ReversibleSequence)]
     for block in stack.blocks:
         if way in ("each branch", "all three"):

@@ -30,11 +30,11 @@ import pytest
 
 LIMIT = 60.0  # seconds for a case; the longest takes a tenth of it
 START = 60.0  # seconds for a process to import torch, on a machine that is busy
-PATIENCE = 5.0  # seconds for the others to notice that one of them has gone
+PATIENCE = 5.0  # seconds for the others to notice that one of them has ended
 
-# Warnings are errors, but for these of torch's, which are about what nobody here does.
+# Warnings are errors, except for these of torch, which do not apply here.
 IGNORED = [
-    r"FSDP2-wrapped module \(.*\) returned a view tensor",  # an edit of the view in place would be lost: none is made
+    r"FSDP2-wrapped module \(.*\) returned a view tensor",  # it must not be edited in place: it is not
 ]
 
 
@@ -57,7 +57,7 @@ def in_processes(count: int) -> Callable[[Callable[..., None]], Callable[..., No
 
 
 class Task(NamedTuple):
-    """A case to run: where it is found, its arguments, in how many processes, where they meet, and its time."""
+    """A case to run: its module and name, its arguments, the number of processes, their store, and the time limit."""
 
     module: str
     name: str
@@ -77,23 +77,23 @@ class Team:
     def run(self, case: Callable[..., None], count: int, store: Path, given: dict[str, Any]) -> None:
         """Run a case in `count` processes, and raise what any of them raised.
 
-        A process that dies of a segmentation fault or an abort, in native code, is given a second chance: seen once in
-        some two hundred cases, while gloo's groups come and go in one process. A case that dies twice fails.
+        If a process dies of a segmentation fault or an abort, in native code, the case runs a second time. It happens
+        in one of some two hundred cases, while gloo's groups come and go in one process. A case that dies twice fails.
         """
         failures = self._attempt(case, count, store, given)
         if any(f"exit code {-number}" in f for f in failures for number in (signal.SIGSEGV, signal.SIGABRT)):
-            sys.stderr.write(f"{case.__name__}: a process died in native code, and the case runs again\n")
+            sys.stderr.write(f"{case.__name__}: a process died in native code, and the case runs a second time\n")
             failures = self._attempt(case, count, store, given)
         if failures:
             pytest.fail("\n".join(failures), pytrace=False)
 
     def _attempt(self, case: Callable[..., None], count: int, store: Path, given: dict[str, Any]) -> list[str]:
-        """Run a case once: what went wrong, by process."""
+        """Run a case once: the failures, by process."""
         while len(self._members) < count:
             self._members.append(Member(len(self._members)))
         members = self._members[:count]
-        place = f"file://{store / uuid.uuid4().hex}"
-        task = Task(case.__module__, case.__name__, given, count, place, self.limit)
+        address = f"file://{store / uuid.uuid4().hex}"
+        task = Task(case.__module__, case.__name__, given, count, address, self.limit)
         for member in members:
             member.wait_until_ready()
             member.pipe.send(task)
@@ -135,7 +135,7 @@ class Member:
             self._ready = True
 
     def report(self, deadline: float) -> str:
-        """What the process has to say of its case: a traceback, or nothing if it passed."""
+        """The report of the process on its case: a traceback, or nothing if it passed."""
         if not self.pipe.poll(max(0.0, deadline - time.monotonic())):
             return "no report: it hangs, or waits for another process that failed"
         try:
@@ -146,7 +146,7 @@ class Member:
 
 
 def serve(rank: int, pipe: Connection) -> None:
-    """The life of a process: run cases until the pipe closes, or until one of them fails."""
+    """Run cases until the pipe closes, or until one of them fails."""
     import torch
 
     torch.set_num_threads(1)
@@ -173,8 +173,8 @@ def perform(task: Task, rank: int) -> str:
 
     faulthandler.dump_traceback_later(0.9 * task.limit)
     try:
-        found = getattr(importlib.import_module(task.module), task.name)
-        case = getattr(found, "case", found)
+        test = getattr(importlib.import_module(task.module), task.name)
+        case = getattr(test, "case", test)
         patience = timedelta(seconds=task.limit / 2)
         dist.init_process_group("gloo", init_method=task.store, rank=rank, world_size=task.count, timeout=patience)
         torch.manual_seed(0)

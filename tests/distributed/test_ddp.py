@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from joined import WIDTH, batch, follow, gradients_agree, mean_loss, once, part
-from team import in_processes
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import retrograde as rg
+from joined import WIDTH, batch, follow, gradients_agree, mean_loss, once, part
 from stacks import MEMORIES, Mlp, Pair, Plain, agree, assert_close, twins, twins_of
+from team import in_processes
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -55,7 +55,7 @@ def test_ddp_finds_the_parameters_that_a_call_does_not_use(option: str) -> None:
 def test_ddp_accumulates_under_no_sync_and_reduces_once(option: str) -> None:
     stack, reference = twins()
     parallel = DistributedDataParallel(stack, **OPTIONS[option])
-    once(parallel, part(batch())).backward()  # buckets are rebuilt, and a static graph is learned, in the first pass
+    once(parallel, part(batch())).backward()  # buckets are recomputed, and a static graph is learned, in the first pass
     for step in range(2):
         first, second = batch(2 * step), batch(2 * step + 1)
         parallel.zero_grad()
@@ -68,7 +68,7 @@ def test_ddp_accumulates_under_no_sync_and_reduces_once(option: str) -> None:
 
 
 @in_processes(2)
-def test_ddp_cannot_learn_a_static_graph_under_no_sync_and_says_so_of_a_plain_model_too() -> None:
+def test_ddp_cannot_learn_a_static_graph_under_no_sync_and_neither_with_a_plain_model() -> None:
     for model in twins():
         parallel = DistributedDataParallel(model, static_graph=True)
         with parallel.no_sync(), pytest.raises(RuntimeError, match="expect_autograd_hooks_"):
@@ -152,8 +152,8 @@ class Dropping(Plain):
 
     def forward(self, x: Tensor) -> Any:
         dropped = torch.empty(len(self.pairs)).uniform_(0, 1) < 0.5
-        kept = [pair for pair, drop in zip(self.pairs, dropped, strict=True) if not drop] or self.pairs[:1]
-        return Plain(kept)(x)
+        running = [pair for pair, drop in zip(self.pairs, dropped, strict=True) if not drop] or self.pairs[:1]
+        return Plain(running)(x)
 
 
 def dropping_twins() -> tuple[rg.ReversibleSequence, Dropping]:
@@ -170,7 +170,7 @@ def test_ddp_with_layer_drop_and_one_seed_drops_the_same_blocks_everywhere() -> 
 
 
 @in_processes(2)
-def test_ddp_with_layer_drop_and_a_seed_for_each_process_averages_what_each_kept(rank: int) -> None:
+def test_ddp_with_layer_drop_and_a_seed_per_process_averages_the_gradients_of_each(rank: int) -> None:
     stack, reference = dropping_twins()
     parallel = DistributedDataParallel(stack, find_unused_parameters=True)
     for step in range(6):
@@ -210,8 +210,8 @@ def test_ddp_treats_buffers_and_dropout_as_it_does_in_a_plain_model(rank: int, m
         agree(DistributedDataParallel(stack), DistributedDataParallel(reference), scenario)
 
 
-class Noted(Mlp):
-    """Writes down when it is run for the backward pass."""
+class Recorded(Mlp):
+    """Records its replays."""
 
     def __init__(self, events: list[Any]) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class Noted(Mlp):
 
 @pytest.mark.parametrize("memory", ["checkpoint", "reverse"])
 @in_processes(2)
-def test_ddp_reduces_buckets_while_the_stack_is_still_going_backward(memory: str) -> None:
+def test_ddp_reduces_buckets_while_the_backward_pass_is_still_running(memory: str) -> None:
     events = reduction_order(memory, bucket_cap_mb=1e-6)
     blocks = [event for kind, event in events if kind == "replay"]
     assert blocks == [5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0]  # the last step of all keeps its graph
@@ -233,25 +233,25 @@ def test_ddp_reduces_buckets_while_the_stack_is_still_going_backward(memory: str
         reduced = max(i for i, event in enumerate(events) if event == ("reduce", block))
         assert reduced < events.index(("replay", block - 2)), f"block {block} waited: {events}"
     in_one_bucket = [kind for kind, _ in reduction_order(memory, bucket_cap_mb=25)]
-    assert in_one_bucket[:12] == ["replay"] * 11 + ["reduce"], "the order could not be seen to fail"
+    assert in_one_bucket[:12] == ["replay"] * 11 + ["reduce"], "the test would not see a wrong order"
 
 
 def reduction_order(memory: str, **options: Any) -> list[tuple[str, int]]:
-    """Of one backward pass, in the order of time: blocks that run again, and blocks whose gradients are reduced."""
-    noted: list[Any] = []
-    pairs = [(Noted(noted), Noted(noted)) for _ in range(6)]
+    """The events of one backward pass in order: blocks that are replayed, and blocks whose gradients are reduced."""
+    recorded: list[Any] = []
+    pairs = [(Recorded(recorded), Recorded(recorded)) for _ in range(6)]
     stack = rg.ReversibleSequence([rg.two_stream(f, g) for f, g in pairs], memory=memory)  # type: ignore[arg-type]
     parallel = DistributedDataParallel(stack, **options)
-    parallel.register_comm_hook(noted, note_and_reduce)
+    parallel.register_comm_hook(recorded, record_and_reduce)
     once(parallel, part(batch())).backward()
-    noted.clear()
+    recorded.clear()
     once(parallel, part(batch())).backward()
     number = {branch: i for i, pair in enumerate(pairs) for branch in pair}
     number |= {p: number[branch] for branch in list(number) for p in branch.parameters()}  # type: ignore[misc]
-    return [("reduce" if isinstance(event, Tensor) else "replay", number[event]) for event in noted]
+    return [("reduce" if isinstance(event, Tensor) else "replay", number[event]) for event in recorded]
 
 
-def note_and_reduce(noted, bucket):  # type: ignore[no-untyped-def]  # DDP does not read annotations that are strings
-    noted.extend(bucket.parameters())
+def record_and_reduce(recorded, bucket):  # type: ignore[no-untyped-def]  # DDP does not read annotations that are strings
+    recorded.extend(bucket.parameters())
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0] / 2)

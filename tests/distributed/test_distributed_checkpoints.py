@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from joined import batch, once, part, whole
-from shards import shard
-from team import Team
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from joined import batch, once, part, whole
+from shards import shard
 from stacks import assert_close, twins
+from team import Team
 
 
 def optimiser_of(model: Any) -> torch.optim.Optimizer:
@@ -57,7 +57,7 @@ def load_and_train(folder: Path, way: str) -> None:
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(2, 4), (4, 2), (2, 1), (1, 2)])
-def test_a_checkpoint_loads_in_another_number_of_processes_and_training_goes_on(
+def test_a_checkpoint_loads_in_another_number_of_processes_and_training_continues(
     team: Team, store: Path, tmp_path: Path, saving: int, loading: int
 ) -> None:
     team.run(train_and_save, saving, store, {"folder": tmp_path / "saved", "way": "each block"})

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from joined import WIDTH, batch, follow, gradients_agree, mean_loss, once, part
-from shards import SHARDED, shard
-from team import in_processes
-from test_ddp import Judged, Statistics, WithEncoder, dropping_twins, judged_loss
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 import retrograde as rg
+from joined import WIDTH, batch, follow, gradients_agree, mean_loss, once, part
+from shards import SHARDED, shard
 from stacks import MEMORIES, Mlp, agree, twins, twins_of
+from team import in_processes
+from test_ddp import Judged, Statistics, WithEncoder, dropping_twins, judged_loss
 
 each_way = pytest.mark.parametrize("way", SHARDED)
 
@@ -48,7 +48,7 @@ class Twofold(nn.Sequential):
 @each_way
 @in_processes(2)
 def test_fsdp_works_with_a_coupling_that_saves_tensors_itself(way: str) -> None:
-    """The coupling asks for its tensors before autograd, and FSDP's hooks, reach the branch."""
+    """The coupling reads its tensors before autograd, and FSDP's hooks, reach the branch."""
     coupling = rg.couplings.Affine(limit=1.0)
     blocks = [rg.two_stream(Twofold(), Twofold(), coupling=coupling) for _ in range(3)]
     reference = rg.ReversibleSequence(copy.deepcopy(blocks), memory="store")
@@ -132,7 +132,7 @@ def test_fsdp_treats_buffers_and_dropout_as_a_stored_stack_does(rank: int, way: 
     stacks = [twins(Statistics, memory=memory)[0] for memory in ("reverse", "store")]
     agree(*(shard(stack, way) for stack in stacks), scenario)
     for buffer, start in zip(stacks[0].buffers(), Statistics().buffers(), strict=False):
-        assert not torch.equal(buffer, start), "nothing was learned of the batch"
+        assert not torch.equal(buffer, start), "no statistics were updated"
 
 
 @each_way
@@ -169,12 +169,12 @@ def test_fsdp_works_with_blocks_of_a_single_branch(way: str) -> None:
 
 
 class Watched(Mlp):
-    """A branch that writes down, whenever it runs and whenever it gets a gradient, which branches are whole."""
+    """A branch that records, whenever it runs and whenever it gets a gradient, which branches are unsharded."""
 
-    def __init__(self, crew: list[Watched], noted: list[tuple[bool, bool, int]]) -> None:
+    def __init__(self, crew: list[Watched], recorded: list[tuple[bool, bool, int]]) -> None:
         super().__init__()
-        self.crew, self.noted = crew, noted
-        self.whole: list[Tensor] = []  # FSDP gives back their memory and takes it anew, but the tensors stay the same
+        self.crew, self.recorded = crew, recorded
+        self.whole: list[Tensor] = []  # FSDP frees their memory and allocates it again, but the tensors stay the same
         crew.append(self)
 
     def bytes(self) -> int:
@@ -182,33 +182,33 @@ class Watched(Mlp):
 
     def forward(self, x: Tensor) -> Any:  # type: ignore[override]
         self.whole = [p for p in self.parameters() if not isinstance(p, DTensor)]
-        self.note()
+        self.record()
         y = super().forward(x)
-        y.register_hook(lambda grad: self.note())
+        y.register_hook(lambda grad: self.record())
         return y
 
-    def note(self) -> None:
-        self.noted.append((rg.is_replaying(), self.bytes() > 0, sum(branch.bytes() for branch in self.crew)))
+    def record(self) -> None:
+        self.recorded.append((rg.is_replaying(), self.bytes() > 0, sum(branch.bytes() for branch in self.crew)))
 
 
 def watched(depth: int, way: str, memory: str, **options: Any) -> tuple[list[Watched], list[tuple[bool, bool, int]]]:
-    """Train one step, and return the branches and what they noted."""
+    """Train one step, and return the branches and what they recorded."""
     crew: list[Watched] = []
-    noted: list[tuple[bool, bool, int]] = []
-    blocks = [rg.two_stream(Watched(crew, noted), Watched(crew, noted)) for _ in range(depth)]
+    recorded: list[tuple[bool, bool, int]] = []
+    blocks = [rg.two_stream(Watched(crew, recorded), Watched(crew, recorded)) for _ in range(depth)]
     stack = rg.ReversibleSequence(blocks, memory=memory)  # type: ignore[arg-type]
     once(shard(stack, way, **options), part(batch())).backward()
-    return crew, noted
+    return crew, recorded
 
 
 @pytest.mark.parametrize("memory", ["checkpoint", "reverse"])
 @each_way
 @in_processes(2)
 def test_fsdp_unshards_a_branch_for_its_replay_and_reshards_it_after(way: str, memory: str) -> None:
-    crew, noted = watched(3, way, memory)
-    replays = [whole for replaying, whole, _ in noted if replaying]
-    assert replays == [True] * 5, "every step but the last runs again, with whole parameters"
-    assert not any(branch.bytes() for branch in crew), "something stayed whole after the backward pass"
+    crew, recorded = watched(3, way, memory)
+    replays = [whole for replaying, whole, _ in recorded if replaying]
+    assert replays == [True] * 5, "every step but the last is replayed, with unsharded parameters"
+    assert not any(branch.bytes() for branch in crew), "something stayed unsharded after the backward pass"
 
 
 @pytest.mark.parametrize("memory", ["checkpoint", "reverse"])
@@ -220,4 +220,4 @@ def test_fsdp_peak_parameter_memory_of_a_process_does_not_grow_with_depth(way: s
 
     block = peak(1, reshard_after_forward=False)
     assert peak(3) == peak(12) <= block
-    assert peak(12, reshard_after_forward=False) == 12 * block, "growth would be seen"
+    assert peak(12, reshard_after_forward=False) == 12 * block, "the test would see growth"

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from joined import WIDTH, follow, gradients_agree, mean_loss
-from shards import SHARDED, shard
-from team import in_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import retrograde as rg
+from joined import WIDTH, follow, gradients_agree, mean_loss
+from shards import SHARDED, shard
 from stacks import MEMORIES, assert_close, sample, twins
+from team import in_processes
 
 
 class Feed(nn.Module):
@@ -33,7 +33,7 @@ class Feed(nn.Module):
 
 
 def split_hidden(stack: rg.ReversibleSequence, mesh: DeviceMesh) -> None:
-    """Each branch's hidden layer over the processes; streams are the same in all of them."""
+    """Split each branch's hidden layer over the processes; streams are the same in all of them."""
     plan = {"inner": ColwiseParallel(), "outer": RowwiseParallel()}
     for module in stack.modules():
         if isinstance(module, Feed):
@@ -41,7 +41,7 @@ def split_hidden(stack: rg.ReversibleSequence, mesh: DeviceMesh) -> None:
 
 
 def split_sequence(stack: rg.ReversibleSequence, mesh: DeviceMesh) -> None:
-    """The hidden layers as before, and between them every process has a part of each sequence: streams are DTensors."""
+    """Split the hidden layers, and each sequence between them: streams are DTensors."""
     plan = {
         "norm": SequenceParallel(use_local_output=False),
         "inner": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from joined import batch, mean_loss
-from team import in_processes
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import retrograde as rg
+from joined import batch, mean_loss
 from stacks import MEMORIES, assert_close, memory_of, twins
+from team import in_processes
 
 DEPTH = 8
 ONE_STAGE_EACH = ("ScheduleGPipe", "Schedule1F1B")
@@ -20,7 +20,7 @@ TWO_STAGES_EACH = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "
 
 
 class Stage(nn.Module):
-    """Some of the blocks. The first stage gets the input, the last returns the output, and streams go in between."""
+    """Some of the blocks. The first stage gets the input, the last returns the output; streams go between stages."""
 
     def __init__(self, blocks: list[rg.Block], memory: str, *, last: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The harness itself: a case that fails or hangs in one process fails as a whole, and leaves nothing behind."""
+"""The harness itself: a case that fails or hangs in one process fails as a whole, and leaves no process."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+
 from team import Team, in_processes
 
 
@@ -45,12 +46,12 @@ def test_a_case_that_goes_wrong_in_one_process_fails(case, report: str, store: P
     start = time.monotonic()
     with pytest.raises(pytest.fail.Exception, match=report):
         team.run(case, 2, store, {})
-    assert set(multiprocessing.active_children()) <= before, "a process stayed behind"
+    assert set(multiprocessing.active_children()) <= before, "a process is still running"
     assert time.monotonic() - start < 60 + 20, "the limit did not hold"  # the first is for their start
 
 
 @in_processes(2)
-def test_processes_are_real_and_talk_to_each_other(rank: int) -> None:
+def test_processes_are_real_and_communicate(rank: int) -> None:
     numbers = torch.tensor([1.0 + rank])
     dist.all_reduce(numbers)
     assert numbers.item() == 3.0

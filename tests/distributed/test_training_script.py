@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from launching import SCRIPT, Launched, final_loss, nodes, same_bits, torchrun
 
 pytestmark = [
@@ -24,7 +25,7 @@ def script(*arguments: str) -> Launched:
     return Launched(SCRIPT, *SMALL, *arguments)
 
 
-def test_a_run_goes_on_from_its_checkpoint_alone_to_the_bit_and_with_two_processes_to_rounding(tmp_path: Path) -> None:
+def test_a_run_resumes_bit_identically_alone_and_up_to_rounding_with_two_processes(tmp_path: Path) -> None:
     whole, parts, mixed = (str(tmp_path / name) for name in ("whole", "parts", "mixed"))
     quiet = ("--dropout", "0")  # which draws other numbers in other processes
     with script(*quiet, "--steps", "20", "--checkpoints", whole) as run:
@@ -55,12 +56,12 @@ def test_a_job_whose_worker_is_killed_ends_with_the_bits_of_an_undisturbed_one(t
         run.wait_for_step(KILLED_AT)
         os.kill(next(process for rank, process, _ in run.starts() if rank == 0), signal.SIGKILL)
         assert final_loss(run.finish()) == expected
-    went_on(run)
+    check_restart(run)
     assert same_bits(tmp_path / "undisturbed" / LAST, tmp_path / "disturbed" / LAST)
 
 
 def test_a_job_of_two_nodes_whose_worker_is_killed_ends_with_the_bits_of_one_node(tmp_path: Path) -> None:
-    """Two processes a node, sharded with FSDP2; a process of the second node is killed."""
+    """Two processes per node, sharded with FSDP2; a process of the second node is killed."""
     undisturbed, disturbed = (
         (*SMALL, "--fsdp", "--steps", str(STEPS), "--checkpoints", str(tmp_path / name))
         for name in ("undisturbed", "disturbed")
@@ -76,13 +77,13 @@ def test_a_job_of_two_nodes_whose_worker_is_killed_ends_with_the_bits_of_one_nod
         os.kill(other.starts()[-1][1], signal.SIGKILL)
         texts = leader.finish() + other.finish()
     for node in (leader, other):
-        went_on(node)
+        check_restart(node)
     assert final_loss(next(t for t in (leader.text, other.text) if "Done" in t)) == expected, texts
     assert same_bits(tmp_path / "undisturbed" / LAST, tmp_path / "disturbed" / LAST)
 
 
-def went_on(run: Launched) -> None:
-    """Two processes started from nothing, and two again from a checkpoint in the middle."""
+def check_restart(run: Launched) -> None:
+    """Two processes started from step 0, and two more from a checkpoint in the middle."""
     starts = [start for _, _, start in run.starts()]
     assert starts[:2] == [0, 0]
     assert len(starts) == 4

@@ -1,4 +1,4 @@
-"""A small fixed problem for each model, which it can learn by heart in a few seconds."""
+"""A small fixed problem for each model, which it can memorise in a few seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from retrograde import models
 class Problem:
     """Build a model with a memory mode, and the loss of a model on fixed data in the dtype of its parameters.
 
-    In `steps` steps of Adam with the learning rate `rate`, the loss falls below `falls` times what it was at first.
+    In `steps` steps of Adam with the learning rate `rate`, the loss falls below `falls` times its first value.
     """
 
     build: Callable[[Any], nn.Module]
@@ -43,7 +43,7 @@ def classification(side: int) -> Callable[[nn.Module], Tensor]:
 
 
 def translation(model: Any) -> Tensor:
-    """The source backwards, after a token that begins; some of the source is padding."""
+    """The source backwards, after a start token; some of the source is padding."""
     source = 1 + whole(9, 4, 8)
     mask = torch.arange(8) < torch.tensor([[8], [8], [8], [6]])
     target = torch.cat([torch.zeros(4, 1, dtype=torch.int64), (source * mask).flip(1)], 1)
@@ -57,13 +57,13 @@ def brighter_than_its_row_and_column(model: nn.Module) -> Tensor:
 
 
 def sound_of_video(model: nn.Module) -> Tensor:
-    """The sound is made of the video alone, the video of the sound's mean; one clip is shorter."""
+    """The sound depends on the video only, the video on the mean of the sound; one clip is shorter."""
     video, audio = normal(model, 3, 5, 4), normal(model, 3, 7, 2, seed=2)
     mask = torch.arange(5) < torch.tensor([[5], [5], [3]])
-    found = model({"video": video, "audio": audio}, {"video": mask})
+    outputs = model({"video": video, "audio": audio}, {"video": mask})
     wanted = (video * mask[..., None]).mean((1, 2), keepdim=True).expand_as(audio)
-    return F.mse_loss(found["audio"], 3 * wanted) + F.mse_loss(
-        found["video"], audio.mean((1, 2), True).expand_as(video)
+    return F.mse_loss(outputs["audio"], 3 * wanted) + F.mse_loss(
+        outputs["video"], audio.mean((1, 2), True).expand_as(video)
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import retrograde as rg
-from retrograde.diagnose import MemoryTracker
+from retrograde.measure import MemoryTracker
 from retrograde.models import ChunkedFeedForward, chunked_cross_entropy
 from retrograde.models._feed_forward import FeedForward
 
@@ -33,9 +33,9 @@ def head(tokens: int = 11, width: int = 5, classes: int = 7, dtype: torch.dtype 
 
 
 def targets(tokens: int = 11, classes: int = 7, ignored: int = -100) -> Tensor:
-    found = torch.randint(classes, (tokens,))
-    found[::4] = ignored
-    return found
+    classes_of_tokens = torch.randint(classes, (tokens,))
+    classes_of_tokens[::4] = ignored
+    return classes_of_tokens
 
 
 def plain(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
@@ -48,11 +48,11 @@ def test_the_loss_and_its_gradients_are_those_of_the_plain_one(options: dict[str
     hidden, weight, bias = inputs = head()
     target = targets(ignored=options.get("ignore_index", -100))
     expected = plain(hidden, weight, target, bias, **options)
-    found = chunked_cross_entropy(hidden, weight, target, bias, chunk_size=chunk_size, **options)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    chunked = chunked_cross_entropy(hidden, weight, target, bias, chunk_size=chunk_size, **options)
+    torch.testing.assert_close(chunked, expected, rtol=1e-12, atol=1e-12)
     pull = torch.randn_like(expected)
     for got, wanted in zip(
-        torch.autograd.grad(found, inputs, pull), torch.autograd.grad(expected, inputs, pull), strict=True
+        torch.autograd.grad(chunked, inputs, pull), torch.autograd.grad(expected, inputs, pull), strict=True
     ):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 
@@ -92,7 +92,7 @@ def test_frozen_parts_get_no_gradient_and_the_others_theirs() -> None:
             torch.testing.assert_close(tensor.grad, gradient)
 
 
-def test_a_loss_of_ignored_tokens_alone_is_nan_as_the_plain_one_is() -> None:
+def test_a_loss_of_ignored_tokens_only_is_nan_as_the_plain_one_is() -> None:
     hidden, weight, _ = head()
     target = torch.full((11,), -100)
     assert plain(hidden, weight, target).isnan()
@@ -119,9 +119,9 @@ def test_autocast_gives_the_gradients_of_the_plain_loss_under_autocast() -> None
         with torch.autocast("cpu", dtype=torch.bfloat16):
             value = loss(hidden, weight, target, bias)
         results.append((value, torch.autograd.grad(value, inputs)))
-    (expected, wanted), (found, got) = results
-    assert found.dtype == expected.dtype == torch.float32
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    (expected, wanted), (chunked, got) = results
+    assert chunked.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(chunked, expected, rtol=1e-6, atol=0)
     for ours, theirs, true in zip(got, wanted, exact, strict=True):
         assert ours.dtype == torch.float32
         assert (ours - true).norm() < 1.1 * (theirs - true).norm()
@@ -140,15 +140,15 @@ def test_function_transforms_and_forward_mode_see_the_plain_derivatives() -> Non
     torch.testing.assert_close(slope, expected)
 
 
-def peak_of(step: Callable[[], Tensor], *known: Tensor | nn.Module) -> int:
-    step().backward()  # so that the gradients are there to be ignored
-    gradients = [tensor.grad for tensor in known if isinstance(tensor, Tensor) and tensor.grad is not None]
-    with MemoryTracker(ignore=[*known, *gradients]) as memory:
+def peak_of(step: Callable[[], Tensor], *ignored: Tensor | nn.Module) -> int:
+    step().backward()  # so that there are gradients to ignore
+    gradients = [tensor.grad for tensor in ignored if isinstance(tensor, Tensor) and tensor.grad is not None]
+    with MemoryTracker(ignore=[*ignored, *gradients]) as memory:
         step().backward()
     return memory.peak
 
 
-def test_the_peak_is_a_chunk_of_the_logits_and_not_all_of_them() -> None:
+def test_the_peak_holds_one_chunk_of_the_logits() -> None:
     tokens, classes = 512, 1000
     hidden, weight, _ = head(tokens, 8, classes, torch.float32)
     target = targets(tokens, classes)
@@ -156,7 +156,7 @@ def test_the_peak_is_a_chunk_of_the_logits_and_not_all_of_them() -> None:
     assert peak_of(lambda: plain(hidden, weight, target), hidden, weight) > 2 * logits
     for chunk_size in (16, 64):
         peak = peak_of(lambda s=chunk_size: chunked_cross_entropy(hidden, weight, target, chunk_size=s), hidden, weight)
-        parts = 3 * chunk_size * classes * 4  # the softmax, and what becomes of it in two steps
+        parts = 3 * chunk_size * classes * 4  # the softmax, and its two successors
         assert peak < parts + 4 * weight.nbytes + 4 * hidden.nbytes < logits
 
 
@@ -165,12 +165,12 @@ def test_the_peak_is_a_chunk_of_the_logits_and_not_all_of_them() -> None:
     [
         ({"reduction": "average"}, ValueError, "reduction='average' is not known; choose one of 'mean', 'sum', 'none'"),
         ({"chunk_size": 0}, ValueError, "chunk_size=0: give a whole number of 1 or more"),
-        ({"target": torch.zeros(11, 7)}, TypeError, "torch.float32, which would mean probabilities"),
+        ({"target": torch.zeros(11, 7)}, TypeError, "dtype torch.float32, which would mean probabilities"),
         ({"target": torch.zeros(10, dtype=torch.int64)}, ValueError, r"hidden \(11, 5\), weight \(7, 5\) and target"),
         ({"weight": torch.zeros(7, 6)}, ValueError, r"weight \(7, 6\).* do not fit"),
     ],
 )
-def test_what_cannot_work_is_refused_in_a_sentence(change: dict[str, Any], error: type, message: str) -> None:
+def test_impossible_arguments_are_refused_with_a_message(change: dict[str, Any], error: type, message: str) -> None:
     hidden, weight, _ = head()
     arguments = {"hidden": hidden, "weight": weight, "target": targets(), **change}
     with pytest.raises(error, match=message):
@@ -189,11 +189,11 @@ def test_a_chunked_feed_forward_gives_what_its_module_gives(chunks: int, dim: in
     module = wide().double()
     chunked = ChunkedFeedForward(copy.deepcopy(module), chunks, dim)
     x = torch.randn(4, 7, 8, dtype=torch.float64, requires_grad=True)
-    expected, found = module(x), chunked(x)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    expected, output = module(x), chunked(x)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
     pull = torch.randn_like(expected)
     wanted = torch.autograd.grad(expected, [x, *module.parameters()], pull)
-    got = torch.autograd.grad(found, [x, *chunked.parameters()], pull)
+    got = torch.autograd.grad(output, [x, *chunked.parameters()], pull)
     for ours, theirs in zip(got, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
@@ -226,7 +226,7 @@ def test_dropout_in_a_chunked_feed_forward_is_the_same_in_the_replay() -> None:
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
 
 
-def test_chunks_change_no_name_and_a_copy_is_independent() -> None:
+def test_chunks_do_not_change_parameter_names_and_a_copy_is_independent() -> None:
     whole, parts = FeedForward(8), FeedForward(8, chunks=3)
     parts.load_state_dict(whole.state_dict())
     x = torch.randn(2, 7, 8)
@@ -238,6 +238,6 @@ def test_chunks_change_no_name_and_a_copy_is_independent() -> None:
     assert (other(x) == other.update.bias).all()
 
 
-def test_a_chunked_feed_forward_of_no_chunks_is_refused() -> None:
+def test_zero_chunks_are_refused() -> None:
     with pytest.raises(ValueError, match="chunks=0: give a whole number of 1 or more"):
         ChunkedFeedForward(wide(), 0)

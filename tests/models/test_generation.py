@@ -43,11 +43,11 @@ def test_cached_generation_equals_uncached_generation_token_for_token(options: d
     model = sharpened(ReversibleLM(vocabulary=30, width=32, depth=3, heads=4, kv_heads=kv_heads))
     prompt = torch.randint(30, (3, 5))
     steps = 80  # more than a cache holds at first
-    found = model.generate(prompt, steps, generator=torch.Generator().manual_seed(1), **options)
+    generated = model.generate(prompt, steps, generator=torch.Generator().manual_seed(1), **options)
     sampling = Sampling(**options, generator=torch.Generator().manual_seed(1))
-    assert found.shape == (3, 85)
-    assert torch.equal(found, without_cache(model, prompt, steps, sampling))
-    assert len(found[:, 5:].unique()) > 8
+    assert generated.shape == (3, 85)
+    assert torch.equal(generated, without_cache(model, prompt, steps, sampling))
+    assert len(generated[:, 5:].unique()) > 8
 
 
 @pytest.mark.parametrize("parts", [(1,) * 12, (5, 1, 1, 4, 1), (12,), (3, 9)], ids=str)
@@ -55,10 +55,10 @@ def test_logits_with_a_cache_are_those_of_the_whole_text(model: Any, parts: tupl
     tokens = torch.randint(30, (2, 12))
     cache = KVCache()
     with torch.no_grad():
-        found = torch.cat([model(part, cache=cache) for part in tokens.split(parts, 1)], 1)
+        logits = torch.cat([model(part, cache=cache) for part in tokens.split(parts, 1)], 1)
         expected = model(tokens)
     assert cache.length == 12
-    assert (found - expected).abs().max() < 1e-5 < expected.std()
+    assert (logits - expected).abs().max() < 1e-5 < expected.std()
 
 
 def test_the_cache_of_a_model_in_evaluation_works_in_inference_mode(model: Any) -> None:
@@ -69,7 +69,7 @@ def test_the_cache_of_a_model_in_evaluation_works_in_inference_mode(model: Any) 
         torch.testing.assert_close(model(tokens[:, 5:], cache=cache)[:, 0], model(tokens)[:, -1])
 
 
-def test_a_cache_in_training_is_refused_in_a_sentence(model: Any) -> None:
+def test_a_cache_in_training_is_refused(model: Any) -> None:
     with pytest.raises(
         RuntimeError, match=r"A cache \(0 tokens seen\) was given while gradients are recorded.*no_grad"
     ):
@@ -80,23 +80,23 @@ def test_an_encoder_decoder_generates_with_a_cache_what_it_does_without() -> Non
     model = sharpened(EncoderDecoder(20, 30, width=32, depth=3, heads=4, kv_heads=2))
     source, start = torch.randint(20, (2, 7)), torch.zeros(2, 1, dtype=torch.int64)
     mask = torch.arange(7) < torch.tensor([[7], [4]])
-    found = model.generate(source, start, 20, mask, temperature=0)
+    generated = model.generate(source, start, 20, mask, temperature=0)
     tokens = start
     with torch.no_grad():
         for _ in range(20):
             tokens = torch.cat([tokens, model(source, tokens, mask)[:, -1].argmax(-1, keepdim=True)], 1)
-    assert torch.equal(found, tokens)
-    assert not torch.equal(found, model.generate(source.flip(1), start, 20, mask, temperature=0))
+    assert torch.equal(generated, tokens)
+    assert not torch.equal(generated, model.generate(source.flip(1), start, 20, mask, temperature=0))
 
 
-def test_generation_draws_from_its_generator_alone_and_repeats_by_its_seed(model: Any) -> None:
+def test_generation_draws_from_its_generator_only_and_repeats_with_its_seed(model: Any) -> None:
     prompt = torch.randint(30, (2, 3))
     before = torch.get_rng_state()
-    first, again, other = (
+    first, repeated, other = (
         model.generate(prompt, 20, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
     )
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(first, again)
+    assert torch.equal(first, repeated)
     assert not torch.equal(first, other)
 
 
@@ -112,15 +112,15 @@ def test_temperature_sets_the_odds() -> None:
     assert abs(share - torch.sigmoid(torch.tensor(0.5))) < 0.01
 
 
-def test_generation_leaves_every_training_flag_and_gradient_as_it_was() -> None:
+def test_generation_leaves_training_flags_and_grad_mode_unchanged() -> None:
     model = ReversibleLM(vocabulary=30, width=32, depth=2, heads=4, dropout=0.5)
     model.stack.blocks[0].eval()
     flags = [module.training for module in model.modules()]
     prompt = torch.randint(30, (1, 3))
-    found = model.generate(prompt, 10, temperature=0)
+    generated = model.generate(prompt, 10, temperature=0)
     assert [module.training for module in model.modules()] == flags
-    assert torch.equal(found, model.generate(prompt, 10, temperature=0))  # no dropout meanwhile
-    assert not found.requires_grad
+    assert torch.equal(generated, model.generate(prompt, 10, temperature=0))  # without dropout
+    assert not generated.requires_grad
     assert torch.is_grad_enabled()
 
 
@@ -139,10 +139,10 @@ def test_a_bad_prompt_or_option_is_refused(model: Any, prompt: Tensor, options: 
         model.generate(prompt, 2, **options)
 
 
-# What generation rests on
+# What generation relies on
 
 
-def test_a_token_sees_those_before_it_alone(model: Any) -> None:
+def test_a_token_attends_only_to_those_before_it(model: Any) -> None:
     tokens = torch.randint(30, (1, 10))
     other = tokens.clone()
     other[0, 6] = (other[0, 6] + 1) % 30
@@ -152,7 +152,7 @@ def test_a_token_sees_those_before_it_alone(model: Any) -> None:
     assert (change[6:] > 1e-4).all()
 
 
-def test_rotated_queries_and_keys_know_their_distance_alone() -> None:
+def test_the_product_of_rotated_queries_and_keys_depends_on_their_distance_only() -> None:
     query, key = torch.randn(2, 1, 16, dtype=torch.float64)
 
     def product(at: int, to: int) -> Tensor:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from problems import PROBLEMS, Problem, nodes_of_a_ring, normal, whole
 from torch import Tensor, nn
 
 import retrograde as rg
+from problems import PROBLEMS, Problem, nodes_of_a_ring, normal, whole
 from retrograde import models
 from retrograde.models.axial import AxialAttention
 
@@ -70,7 +70,7 @@ def test_an_exact_model_has_the_gradients_of_stored_activations_to_the_bit(probl
 
 
 @every_model
-def test_a_state_dict_goes_round(problem: Problem) -> None:
+def test_a_state_dict_can_be_saved_and_loaded(problem: Problem) -> None:
     model, other = problem.build("reverse").eval(), problem.build("store").eval()
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
@@ -97,7 +97,7 @@ def test_a_deep_copy_is_equal_and_independent(problem: Problem) -> None:
 
 @every_model
 def test_under_autocast_streams_stay_in_float32_and_reversing_hardly_drifts(problem: Problem) -> None:
-    found = []
+    gradients_by_memory = []
     for memory in ("reverse", "store"):
         torch.manual_seed(0)
         model = problem.build(memory)
@@ -109,8 +109,10 @@ def test_under_autocast_streams_stay_in_float32_and_reversing_hardly_drifts(prob
             loss = problem.loss(model)
         assert dtypes == {torch.float32}
         assert loss.dtype == torch.float32
-        found.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]))
-    assert (found[0] - found[1]).norm() < 0.02 * found[1].norm()
+        gradients_by_memory.append(
+            torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+        )
+    assert (gradients_by_memory[0] - gradients_by_memory[1]).norm() < 0.02 * gradients_by_memory[1].norm()
 
 
 # Depth
@@ -157,7 +159,7 @@ def test_transitions_are_checkpointed_where_the_rest_is_reversed(model: Any) -> 
         return model(4, widths=(4, 8, 8), depths=(2, 1, 1), memory=memory).stack.memory.memory
 
     assert modes("reverse") == ("reverse", "reverse", "checkpoint", "reverse", "checkpoint", "reverse")
-    assert modes("partial") == ("partial", "partial", "checkpoint", "partial", "checkpoint", "partial")
+    assert modes("selective") == ("selective", "selective", "checkpoint", "selective", "checkpoint", "selective")
     assert modes("store") == ("store",) * 6
     mixed = ("reverse", "store", "store", "reverse", "checkpoint", "checkpoint")
     assert modes(mixed) == mixed
@@ -173,17 +175,17 @@ def test_a_momentum_resnet_starts_from_rest_and_keeps_gamma_of_its_velocity() ->
     torch.testing.assert_close(model.stack(start), x, rtol=1e-12, atol=1e-12)
 
 
-def test_batch_statistics_are_updated_once_a_step() -> None:
+def test_batch_statistics_are_updated_once_per_step() -> None:
     model = PROBLEMS["RevNet"].build("reverse")
     PROBLEMS["RevNet"].loss(model).backward()
     counts = {module.num_batches_tracked.item() for module in model.modules() if isinstance(module, nn.BatchNorm2d)}
     assert counts == {1}
 
 
-# What each model promises
+# What each model guarantees
 
 
-def test_axial_attention_looks_along_its_axis_alone() -> None:
+def test_axial_attention_attends_along_its_axis_only() -> None:
     x = torch.randn(1, 5, 6, 8)
     other = x.clone()
     other[0, 2, 3] += torch.randn(8)
@@ -203,24 +205,24 @@ def test_smaller_images_use_the_first_positions_and_larger_ones_are_refused() ->
 
 
 def moved(coords: Tensor) -> Tensor:
-    """Turned, mirrored and shifted."""
+    """Rotated, mirrored and shifted."""
     turn = torch.linalg.qr(torch.randn(3, 3, dtype=coords.dtype))[0]
     return -coords @ turn + torch.randn(3, dtype=coords.dtype)
 
 
-def test_a_point_cloud_may_be_moved_and_permuted() -> None:
+def test_a_point_cloud_model_is_invariant_to_motions_and_equivariant_to_permutations() -> None:
     model = models.PointCloudTransformer(2, 3, 1, width=16, depth=3, heads=2).double()
     values, coords, edges = normal(model, 2, 6, 2), normal(model, 2, 6, 3), normal(model, 2, 6, 6, 1)
-    found = model(values, coords, edges=edges)
-    torch.testing.assert_close(model(values, moved(coords), edges=edges), found, rtol=1e-9, atol=1e-9)
-    assert (model(values, 1.1 * coords, edges=edges) - found).abs().max() > 1e-4
+    output = model(values, coords, edges=edges)
+    torch.testing.assert_close(model(values, moved(coords), edges=edges), output, rtol=1e-9, atol=1e-9)
+    assert (model(values, 1.1 * coords, edges=edges) - output).abs().max() > 1e-4
     order = torch.randperm(6)
     permuted = model(values[:, order], coords[:, order], edges=edges[:, order][:, :, order])
-    torch.testing.assert_close(permuted, found[:, order], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(permuted, output[:, order], rtol=1e-9, atol=1e-9)
 
 
 def test_forces_can_be_trained_on() -> None:
-    """A loss on the gradient to the coordinates: second derivatives, reversed and stored alike."""
+    """A loss on the gradient to the coordinates: second derivatives, the same whether reversed or stored."""
     results = []
     for memory in ("reverse", "store"):
         torch.manual_seed(0)
@@ -240,7 +242,7 @@ def changes(model: nn.Module, first: Any, second: Any) -> bool:
         return not torch.equal(model(*first), model(*second))
 
 
-def test_what_a_mask_leaves_out_changes_nothing() -> None:
+def test_masked_entries_change_nothing() -> None:
     model = models.EncoderDecoder(10, 10, 16, 2, 2)
     source, target = whole(10, 2, 6), whole(10, 2, 5)
     other = source.clone()
@@ -251,21 +253,21 @@ def test_what_a_mask_leaves_out_changes_nothing() -> None:
 
     cloud = models.PointCloudTransformer(2, 1, width=16, depth=2, heads=2)
     values, coords = normal(cloud, 2, 6, 2), normal(cloud, 2, 6, 3)
-    kept = torch.where(mask[..., None], 0.0, 1.0)
+    shifts = (0.0, torch.where(mask[..., None], 0.0, 1.0))  # of masked entries only
     with torch.no_grad():
-        first, second = (cloud(values + shift, coords + shift, mask)[:, :4] for shift in (0 * kept, kept))
+        first, second = (cloud(values + shift, coords + shift, mask)[:, :4] for shift in shifts)
     assert torch.equal(first, second)
 
     pair = models.TwoModalityTransformer({"video": 2, "audio": 2}, width=16, depth=2, heads=2)
     masks = {"audio": mask}
     with torch.no_grad():
-        found = [pair({"video": values, "audio": values + shift}, masks) for shift in (0 * kept, kept)]
-        unmasked = [pair({"video": values, "audio": values + shift}) for shift in (0 * kept, kept)]
-    assert torch.equal(found[0]["video"], found[1]["video"])
+        masked = [pair({"video": values, "audio": values + shift}, masks) for shift in shifts]
+        unmasked = [pair({"video": values, "audio": values + shift}) for shift in shifts]
+    assert torch.equal(masked[0]["video"], masked[1]["video"])
     assert not torch.equal(unmasked[0]["video"], unmasked[1]["video"])
 
 
-def test_a_graph_network_hears_along_edges_and_not_against_them() -> None:
+def test_messages_of_a_graph_network_follow_the_direction_of_edges() -> None:
     model = models.DeepGraphNetwork(2, 1, width=8, depth=1)
     chain = torch.tensor([[0, 1], [1, 2]])
     nodes = torch.randn(4, 2)
@@ -294,6 +296,6 @@ def test_a_graph_network_hears_along_edges_and_not_against_them() -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_refused_in_a_sentence(build: Any, message: str) -> None:
+def test_impossible_options_are_refused_with_a_message(build: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()

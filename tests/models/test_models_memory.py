@@ -6,17 +6,17 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from problems import nodes_of_a_ring, whole
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from problems import nodes_of_a_ring, whole
 from retrograde import models
-from retrograde.diagnose import MemoryTracker
+from retrograde.measure import MemoryTracker
 
 
 class Measured(NamedTuple):
-    held: int
-    """After the forward pass, with the loss in hand."""
+    after_forward: int
+    """Live bytes after the forward pass, while the loss is alive."""
     peak: int
 
 
@@ -26,9 +26,9 @@ def measure(model: nn.Module, loss: Any) -> Measured:
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     with MemoryTracker(ignore=[model]) as memory:
         value = loss(model)
-        held = memory.live
+        after_forward = memory.live
         value.backward()
-    return Measured(held, memory.peak)
+    return Measured(after_forward, memory.peak)
 
 
 def language_model(depth: int, memory: Any, **options: Any) -> Measured:
@@ -37,11 +37,11 @@ def language_model(depth: int, memory: Any, **options: Any) -> Measured:
 
 
 @pytest.mark.parametrize("options", [{}, {"dropout": 0.1}, {"feed_forward_chunks": 4}], ids=str)
-def test_a_language_model_holds_no_more_at_depth(options: dict[str, Any]) -> None:
+def test_the_memory_of_a_language_model_does_not_grow_with_depth(options: dict[str, Any]) -> None:
     shallow, deep = language_model(4, "reverse", **options), language_model(32, "reverse", **options)
     assert deep == shallow
     stored = [language_model(depth, "store", **options) for depth in (4, 8)]
-    assert stored[1].held > 1.6 * stored[0].held
+    assert stored[1].after_forward > 1.6 * stored[0].after_forward
     assert stored[1].peak > 1.4 * stored[0].peak > shallow.peak
 
 
@@ -49,7 +49,7 @@ def test_a_language_model_with_chunks_has_a_lower_peak() -> None:
     assert language_model(4, "reverse", feed_forward_chunks=8).peak < 0.75 * language_model(4, "reverse").peak
 
 
-def test_the_logits_of_a_language_model_are_never_there_at_once() -> None:
+def test_the_logits_of_a_language_model_are_never_alive_all_at_once() -> None:
     vocabulary, tokens = 5000, whole(5000, 2, 129)
     logits = 2 * 128 * vocabulary * 4
 
@@ -68,15 +68,15 @@ def test_a_thousand_layers_of_a_graph_network_hold_no_more_than_fifty() -> None:
         return measure(model, nodes_of_a_ring)
 
     assert at(1000, "reverse") == at(50, "reverse")
-    assert at(50, "store").held > 10 * at(50, "reverse").held
+    assert at(50, "store").after_forward > 10 * at(50, "reverse").after_forward
 
 
-def test_a_stage_costs_its_transition_and_its_blocks_cost_nothing() -> None:
+def test_a_stage_saves_its_transition_and_nothing_per_block() -> None:
     def at(depth: int, memory: str) -> Measured:
         model = models.RevNet(4, widths=(8, 8), depths=(depth, depth), memory=memory)
         images, classes = torch.randn(4, 3, 16, 16), whole(4, 4)
         return measure(model, lambda model: F.cross_entropy(model(images), classes))
 
-    copies = at(12, "reverse").held - at(3, "reverse").held  # of batch statistics, for the replay
-    assert copies < 0.05 * at(3, "reverse").held
-    assert at(12, "store").held > 2 * at(3, "store").held > 3 * at(3, "reverse").held
+    copies = at(12, "reverse").after_forward - at(3, "reverse").after_forward  # of batch statistics, for the replay
+    assert copies < 0.05 * at(3, "reverse").after_forward
+    assert at(12, "store").after_forward > 2 * at(3, "store").after_forward > 3 * at(3, "reverse").after_forward

@@ -1,15 +1,15 @@
-"""Warnings of third-party code. Each is named with its reason; ours stay errors."""
+"""Warnings of third-party code, each with its reason; our own stay errors."""
 
 from __future__ import annotations
 
 import pytest
 
 NOT_OURS = (
-    # lightning looks at torch's pytree in a way that torch has renamed
+    # lightning uses a name of torch's pytree that torch has deprecated
     "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning",
-    # lightning advises more worker processes than two cores have use for
+    # lightning recommends more worker processes than two cores need
     "ignore:The '.*dataloader' does not have many workers",
-    # a run that is resumed goes on in the folder of the first one
+    # a resumed run continues in the folder of the first one
     "ignore:Checkpoint directory .* exists and is not empty",
 )
 

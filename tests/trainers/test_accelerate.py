@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
+
 from trainer_models import Counting, Reversible, assert_same, converted_gpt2, state
 
 accelerate = pytest.importorskip("accelerate")
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.interop
 
 
 def train(model: Any, folder: Path, *, steps: int, resume: bool = False, **options: Any) -> list[float]:
-    """A loop as Accelerate's users write it; it saves after 4 steps, or goes on from there."""
+    """A loop as Accelerate's users write it; it saves after 4 steps, or resumes from there."""
     accelerate.state.AcceleratorState._reset_state(True)  # of an earlier test
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -45,7 +46,7 @@ def train(model: Any, folder: Path, *, steps: int, resume: bool = False, **optio
 
 
 class Notebook(accelerate.tracking.GeneralTracker):  # type: ignore[misc,name-defined]  # as its users write one
-    """A tracker that writes down what it is told."""
+    """A tracker that records what it gets."""
 
     name, requires_logging_directory = "notebook", False
 
@@ -77,7 +78,9 @@ def _make(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_rebuilt_and_stored_activations_train_the_same_parameters(make: Any, precision: str, tmp_path: Path) -> None:
+def test_recomputed_and_stored_activations_train_the_same_parameters_under_accelerate(
+    make: Any, precision: str, tmp_path: Path
+) -> None:
     ends = []
     for memory in ("store", "reverse"):
         model = make(memory)
@@ -88,7 +91,7 @@ def test_rebuilt_and_stored_activations_train_the_same_parameters(make: Any, pre
     assert losses[-1] < losses[0] - 0.3
 
 
-def test_a_saved_state_goes_on_to_the_same_parameters_and_logs(make: Any, tmp_path: Path) -> None:
+def test_a_saved_state_resumes_to_the_same_parameters_and_logs(make: Any, tmp_path: Path) -> None:
     whole, resumed = make(), make()
     torch.manual_seed(1)
     losses = train(whole, tmp_path, steps=8)

@@ -1,4 +1,4 @@
-"""Reversible and converted models under the `Trainer` of transformers."""
+"""Reversible and converted models under the Hugging Face Trainer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from trainer_models import Counting, Reversible, assert_same, converted_gpt2, state
 
-from retrograde.conversion import add_switches
+from retrograde.conversion import map_gradient_checkpointing
+from trainer_models import Counting, Reversible, assert_same, converted_gpt2, state
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -46,9 +46,7 @@ def test_a_model_trains_logs_and_evaluates(make: Any, tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_training_on_rebuilt_activations_gives_the_parameters_of_training_on_stored_ones(
-    make: Any, tmp_path: Path
-) -> None:
+def test_recomputed_and_stored_activations_train_the_same_parameters_under_trainer(make: Any, tmp_path: Path) -> None:
     ends = []
     for memory in ("store", "reverse"):
         model = make(memory)
@@ -57,7 +55,7 @@ def test_training_on_rebuilt_activations_gives_the_parameters_of_training_on_sto
     assert_same(ends[1], ends[0])
 
 
-def test_a_run_that_is_resumed_ends_with_the_same_parameters(make: Any, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_the_same_parameters(make: Any, tmp_path: Path) -> None:
     whole = make()
     trainer(whole, tmp_path).train()
     resumed = make()
@@ -65,17 +63,17 @@ def test_a_run_that_is_resumed_ends_with_the_same_parameters(make: Any, tmp_path
     assert_same(state(resumed), state(whole))
 
 
-def test_checkpoints_of_a_converted_model_reload_into_the_stock_model(tmp_path: Path) -> None:
+def test_checkpoints_of_a_converted_model_load_into_the_original_model(tmp_path: Path) -> None:
     model = converted_gpt2().model
     trainer(model, tmp_path).train()
-    stock = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-8").eval()
+    original = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-8").eval()
     tokens = Counting(4).tokens
-    assert torch.equal(stock(tokens).logits, model.eval()(tokens).logits)
-    assert type(stock.transformer.h[0]).forward.__module__.startswith("transformers")
-    assert "forward" not in vars(stock.transformer.h[0])
+    assert torch.equal(original(tokens).logits, model.eval()(tokens).logits)
+    assert type(original.transformer.h[0]).forward.__module__.startswith("transformers")
+    assert "forward" not in vars(original.transformer.h[0])
 
 
-def test_the_argument_gradient_checkpointing_sets_the_memory(tmp_path: Path) -> None:
+def test_gradient_checkpointing_true_sets_the_memory(tmp_path: Path) -> None:
     conversion = converted_gpt2(memory="store")
     running = trainer(
         conversion.model, tmp_path, steps=2, save_strategy="no", gradient_checkpointing=True,
@@ -87,15 +85,13 @@ def test_the_argument_gradient_checkpointing_sets_the_memory(tmp_path: Path) -> 
     assert str(conversion.stack.memory) == "blocks 0-2 reverse"
 
 
-def test_the_argument_reaches_a_reversible_model_with_switches(tmp_path: Path) -> None:
-    model = add_switches(Reversible("store"))
+def test_gradient_checkpointing_true_sets_the_memory_of_a_mapped_model(tmp_path: Path) -> None:
+    model = map_gradient_checkpointing(Reversible("store"))
     trainer(model, tmp_path, steps=2, save_strategy="no", gradient_checkpointing=True).train()
     assert str(model.model.stack.memory) == "blocks 0-2 reverse"
-    with pytest.raises(ValueError, match=r"Linear has no retrograde\.ReversibleSequence"):
-        add_switches(nn.Linear(2, 2))
 
 
-def test_mixed_precision_and_accumulated_gradients_train_the_same_bits(make: Any, tmp_path: Path) -> None:
+def test_mixed_precision_and_accumulated_gradients_train_bit_identical_parameters(make: Any, tmp_path: Path) -> None:
     ends = []
     for memory in ("store", "reverse"):
         model = make(memory)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+
 from trainer_models import Counting, Reversible, assert_same, converted_gpt2, state
 
 lightning = pytest.importorskip("lightning")
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.interop
 
 
 class Module(lightning.LightningModule):
-    """What users write for any model; but for the seed, as Lightning's checkpoints hold no state of generators."""
+    """What users write for any model, plus a seed: Lightning's checkpoints do not contain the RNG state."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ def fit(model: nn.Module, folder: Path, *, steps: int, resume: str | None = None
 
 
 def logged_losses(folder: Path) -> list[float]:
-    """What Lightning's logger wrote to its table."""
+    """The losses in the table that Lightning's logger wrote."""
     (table,) = folder.rglob("metrics.csv")
     with table.open() as lines:
         return [float(row["loss"]) for row in csv.DictReader(lines)]
@@ -83,13 +84,13 @@ def test_the_trainer_trains_the_same_parameters_in_every_memory_mode(make: Any, 
     assert logged[-1] == pytest.approx(losses[1])
 
 
-def test_a_run_of_the_trainer_is_resumed_to_the_same_parameters(make: Any, tmp_path: Path) -> None:
+def test_a_resumed_lightning_run_ends_with_the_same_parameters(make: Any, tmp_path: Path) -> None:
     whole, resumed = make(), make()
-    for model, resume in ((whole, None), (resumed, str(tmp_path / "kept" / "step=8.ckpt"))):
-        keep = lightning.pytorch.callbacks.ModelCheckpoint(
-            tmp_path / "kept", "{step}", every_n_train_steps=8, save_top_k=-1
+    for model, resume in ((whole, None), (resumed, str(tmp_path / "saved" / "step=8.ckpt"))):
+        save = lightning.pytorch.callbacks.ModelCheckpoint(
+            tmp_path / "saved", "{step}", every_n_train_steps=8, save_top_k=-1
         )
-        fit(model, tmp_path, steps=16, resume=resume, callbacks=[keep], enable_checkpointing=True)
+        fit(model, tmp_path, steps=16, resume=resume, callbacks=[save], enable_checkpointing=True)
     assert_same(state(resumed), state(whole))
 
 
@@ -101,8 +102,8 @@ def test_fabric_trains_logs_and_resumes_to_the_same_parameters(make: Any, tmp_pa
         model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
         batches = list(fabric.setup_dataloaders(DataLoader(Counting(), batch_size=8)))
         if resume:
-            kept = fabric.load(tmp_path / "half", {"model": model, "optimizer": optimizer})
-            torch.set_rng_state(kept["rng"])
+            loaded = fabric.load(tmp_path / "half", {"model": model, "optimizer": optimizer})
+            torch.set_rng_state(loaded["rng"])
         model.train()
         for step in steps:
             loss = model(**batches[step % len(batches)])["loss"]

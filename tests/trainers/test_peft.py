@@ -1,4 +1,4 @@
-"""LoRA of peft on converted models, and models converted after LoRA was added."""
+"""LoRA (peft) on converted models, and models converted after LoRA was added."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from trainer_models import Counting, assert_same, converted_gpt2, state
 
 from retrograde import convert
+from trainer_models import Counting, assert_same, converted_gpt2, state
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -42,7 +42,7 @@ def train(model: nn.Module, steps: int = 10) -> list[float]:
 
 @pytest.mark.parametrize("recipe", ["bdia", "two_stream"])
 @pytest.mark.parametrize("order", ["converted first", "peft first"])
-def test_lora_trains_the_same_bits_on_rebuilt_and_stored_activations(recipe: str, order: str) -> None:
+def test_lora_trains_bit_identical_parameters_on_recomputed_and_stored_activations(recipe: str, order: str) -> None:
     ends, losses = [], []
     for memory in ("store", "reverse"):
         conversion = converted_gpt2(recipe, memory)
@@ -59,20 +59,20 @@ def test_lora_trains_the_same_bits_on_rebuilt_and_stored_activations(recipe: str
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_adapters_of_a_converted_model_load_into_the_stock_one(tmp_path: Path) -> None:
+def test_adapters_of_a_converted_model_load_into_the_original_one(tmp_path: Path) -> None:
     conversion = converted_gpt2()
     base = state(conversion.model)
     model = lora(conversion.model)
     train(model)
     model.save_pretrained(tmp_path)
-    stock = transformers.GPT2LMHeadModel(conversion.model.config)
-    stock.load_state_dict(base)
-    loaded = peft.PeftModel.from_pretrained(stock, tmp_path).eval()
+    original = transformers.GPT2LMHeadModel(conversion.model.config)
+    original.load_state_dict(base)
+    loaded = peft.PeftModel.from_pretrained(original, tmp_path).eval()
     tokens = Counting(4).tokens
     assert torch.equal(loaded(tokens).logits, model.eval()(tokens).logits)
 
 
-def test_the_switches_work_through_peft() -> None:
+def test_gradient_checkpointing_enable_works_through_peft() -> None:
     conversion = converted_gpt2(memory="store")
     model = lora(conversion.model)
     model.gradient_checkpointing_enable()

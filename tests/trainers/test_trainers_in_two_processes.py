@@ -1,4 +1,4 @@
-"""The `Trainer` of transformers, which trains through Accelerate, in two real processes: DDP around the model."""
+"""The Hugging Face Trainer, which trains through Accelerate, in two real processes: DDP around the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.interop, pytest.mark.slow]
 HERE = Path(__file__).resolve().parent
 
 
-def test_two_processes_train_and_resume_to_the_bits_of_stored_activations(tmp_path: Path) -> None:
+def test_two_processes_train_and_resume_bit_identically_to_stored_activations(tmp_path: Path) -> None:
     path = os.pathsep.join(filter(None, [str(HERE.parents[1] / "src"), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -1,4 +1,4 @@
-"""Models and data for the trainers: small enough to train in a second, and with something to learn."""
+"""Models and data for the trainers: small enough to train in a second, with something to learn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from retrograde.models import ReversibleLM
 
 
 class Counting(Dataset[dict[str, Tensor]]):
-    """Sequences that count on from a random number."""
+    """Sequences that count up from a random number."""
 
     def __init__(self, samples: int = 64, length: int = 12, vocabulary: int = 16) -> None:
         starts = torch.randint(vocabulary, (samples, 1), generator=torch.Generator().manual_seed(0))
@@ -27,7 +27,7 @@ class Counting(Dataset[dict[str, Tensor]]):
 
 
 class Reversible(nn.Module):
-    """A reversible language model with the outputs that trainers expect: what users write for any model."""
+    """A reversible language model with the outputs that trainers expect, as users write it for any model."""
 
     def __init__(self, memory: Any = "reverse", exact: bool = False) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Reversible(nn.Module):
 
 
 def converted_gpt2(recipe: str = "bdia", memory: Any = "reverse") -> Conversion:
-    """A stock GPT-2 from a config, converted."""
+    """A GPT-2 with random weights, converted."""
     import transformers
 
     torch.manual_seed(0)
@@ -57,6 +57,6 @@ def state(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert not [name for name in expected if not torch.equal(actual[name], expected[name])]

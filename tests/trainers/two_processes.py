@@ -1,4 +1,4 @@
-"""What the processes of test_trainers_in_two_processes.py do: train in both memory modes, and compare.
+"""What the processes of test_trainers_in_two_processes.py run: training in two memory modes, and a comparison.
 
 Started by torchrun, as users start their scripts.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
+
 from test_hf_trainer import trainer
 from trainer_models import Reversible, assert_same, converted_gpt2, state
 
@@ -28,11 +29,11 @@ def main(folder: Path) -> None:
     transformers.utils.logging.set_verbosity_error()
     for kind in ("converted", "reversible"):
         stored = train(kind, "store", folder / f"{kind}-store")
-        rebuilt = train(kind, "reverse", folder / f"{kind}-reverse")
-        assert_same(rebuilt, stored)
+        recomputed = train(kind, "reverse", folder / f"{kind}-reverse")
+        assert_same(recomputed, stored)
         assert_same(train(kind, "reverse", folder / f"{kind}-reverse", resume=True), stored)
         gathered = [None, None]
-        dist.all_gather_object(gathered, float(sum(value.double().sum() for value in rebuilt.values())))
+        dist.all_gather_object(gathered, float(sum(value.double().sum() for value in recomputed.values())))
         assert gathered[0] == gathered[1], "the processes have trained different models"
         (folder / f"{kind}-{dist.get_rank()}.agrees").touch()
     dist.barrier()

@@ -20,11 +20,11 @@ START = 60.0  # seconds that a child may take until something happens
 
 
 def tables(folder: Path, **changes: Any) -> dict[str, dict[str, Any]]:
-    """A configuration of seconds. Changes are given as `table_key=value`."""
+    """A configuration that trains in seconds. Changes are given as `table_key=value`."""
     text = folder / "text.txt"
     if not text.exists():
         text.write_text(TEXT)
-    found: dict[str, dict[str, Any]] = {
+    settings: dict[str, dict[str, Any]] = {
         "data": {"path": str(text), "length": 16, "validation": 0.1},
         "model": {"width": 16, "depth": 2, "heads": 2, "dropout": 0.1},
         "training": {"steps": 12, "batch": 4, "warmup": 2, "threads": 1, "device": "cpu"},
@@ -33,8 +33,8 @@ def tables(folder: Path, **changes: Any) -> dict[str, dict[str, Any]]:
     }
     for name, value in changes.items():
         table, _, key = name.partition("_")
-        found[table][key] = value
-    return found
+        settings[table][key] = value
+    return settings
 
 
 def config(folder: Path, **changes: Any) -> Config:
@@ -47,7 +47,7 @@ def trained(folder: Path, options: Options | None = None, **changes: Any) -> Res
 
 
 def losses(folder: Path) -> list[tuple[str, int, float]]:
-    """What the log says, without what depends on the clock."""
+    """The losses in the log, without what depends on the clock."""
     events = [json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()]
     return [(e["event"], e["step"], e["loss"]) for e in events if "loss" in e]
 
@@ -62,7 +62,7 @@ def tensors(checkpoint: Path) -> dict[str, bytes]:
 
 
 def start(folder: Path, *, largest_file: int | None = None, **changes: Any) -> BaseProcess:
-    """A child that trains. It is forked from a process that has everything imported, and nothing run."""
+    """A child that trains. It is forked from a process that has imported everything and run nothing."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["retrograde.training._loop", "torch.distributed.checkpoint.state_dict", "runs"])
     folder.mkdir(exist_ok=True)
@@ -90,19 +90,20 @@ def finished(child: BaseProcess) -> int | None:
     return child.exitcode
 
 
-def kill(child: BaseProcess) -> None:
-    """As `kill -9` does."""
+def kill(child: BaseProcess) -> bool:
+    """As `kill -9` does. False if the child had finished before the signal came."""
     assert child.pid is not None
     os.kill(child.pid, signal.SIGKILL)
     child.join(START)
-    assert child.exitcode == -signal.SIGKILL
+    assert child.exitcode in (0, -signal.SIGKILL)
+    return child.exitcode != 0
 
 
 def wait_for(what: Any, child: BaseProcess) -> Any:
-    """Ask again and again until the answer is not empty."""
+    """Ask repeatedly until the answer is not empty."""
     until = time.monotonic() + START
-    while not (found := what()):
+    while not (answer := what()):
         assert child.is_alive(), "the child ended before it was to be killed"
         assert time.monotonic() < until, "nothing happened in time"
         time.sleep(0.0005)
-    return found
+    return answer

@@ -1,4 +1,4 @@
-"""Checkpoints: what is damaged or cannot be written is said in a sentence, and the good files are left alone."""
+"""Checkpoints: damage and failed writes are reported, and the good files are left unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import torch
 pytest.importorskip("safetensors", reason="the trainer needs the extra 'train'")
 
 import runs
-
 from retrograde.training import CheckpointError, ConfigError, Options, TrainingError, load_model
 from retrograde.training._checkpoints import locked
 
@@ -26,7 +25,7 @@ Damage = Callable[[Path], None]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 8 steps of 12, which was told to stop there."""
+    """A run that was stopped after 8 of 12 steps."""
     folder = tmp_path_factory.mktemp("whole")
     steps: list[int] = []
     options = Options(tell=lambda event: steps.append(event["step"]), stop=lambda: max(steps, default=0) >= 7)
@@ -91,7 +90,7 @@ def test_a_damaged_checkpoint_is_an_error_that_names_a_good_one_and_changes_noth
     assert runs.contents(folder / "run") == before
 
 
-def test_from_an_earlier_checkpoint_it_ends_with_the_same_bits_and_replaces_the_damaged_one(
+def test_resuming_from_an_earlier_checkpoint_ends_with_the_same_bits_and_replaces_the_damaged_one(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     undisturbed = tmp_path_factory.mktemp("undisturbed")
@@ -107,7 +106,7 @@ def test_from_an_earlier_checkpoint_it_ends_with_the_same_bits_and_replaces_the_
 
 
 class Trap:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -118,7 +117,7 @@ class Trap:
 
 @pytest.mark.parametrize("kind", ["pickle", "torch.save"])
 def test_code_in_a_checkpoint_is_never_run(folder: Path, kind: str) -> None:
-    """With sizes and digests that agree, so that nothing but the format itself keeps it out."""
+    """With sizes and digests that agree, so that only the format prevents it."""
     model, trap = last(folder) / "model.safetensors", folder / "trap"
     if kind == "pickle":
         model.write_bytes(pickle.dumps(Trap(trap)))
@@ -135,11 +134,11 @@ def test_code_in_a_checkpoint_is_never_run(folder: Path, kind: str) -> None:
             use()
     assert not trap.exists()
     pickle.loads(pickle.dumps(Trap(trap)))
-    assert trap.exists(), "the trap works, where it is unpickled"
+    assert trap.exists(), "the trap works when it is unpickled"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="limits of a process are set with setrlimit")
-def test_a_checkpoint_that_cannot_be_written_leaves_the_good_ones_and_the_run_goes_on_later(
+def test_a_checkpoint_that_cannot_be_written_leaves_the_good_ones_and_the_run_can_resume(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """No file may grow past a limit (RLIMIT_FSIZE), which the optimiser's does: the write fails as on a full disk."""
@@ -160,10 +159,10 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_good_ones_and_the_run_go
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
-def test_a_full_disk_under_the_log_is_said_in_a_sentence(tmp_path: Path) -> None:
+def test_a_full_disk_while_logging_is_explained(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "log.jsonl").symlink_to("/dev/full")
-    with pytest.raises(TrainingError, match=r"No space left on device\. Finished checkpoints are as they were"):
+    with pytest.raises(TrainingError, match=r"No space left on device\. Finished checkpoints are unchanged"):
         runs.trained(tmp_path)
 
 
@@ -192,13 +191,13 @@ def test_a_changed_configuration_is_an_error_that_lists_the_changes(
             runs.trained(folder, Options(accept_changes=True), **changes)
 
 
-def test_another_text_under_the_same_name_is_a_change(folder: Path) -> None:
+def test_another_text_in_the_same_file_is_a_change(folder: Path) -> None:
     (folder / "text.txt").write_text(runs.TEXT[::-1])
-    with pytest.raises(ConfigError, match="the text or the tokens are others"):
+    with pytest.raises(ConfigError, match="the text or the tokens differ"):
         runs.trained(folder)
 
 
-def test_what_computes_the_same_may_change(folder: Path) -> None:
+def test_settings_that_do_not_change_the_computation_may_change(folder: Path) -> None:
     assert runs.trained(folder, model_memory="store", output_keep=1, evaluation_every=0).began == 8
     assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["step-00000012"]
 
@@ -208,7 +207,7 @@ def test_two_runs_cannot_share_a_folder(folder: Path) -> None:
         runs.trained(folder)
 
 
-def test_a_finished_run_is_left_as_it_is(folder: Path) -> None:
+def test_a_finished_run_is_left_unchanged(folder: Path) -> None:
     runs.trained(folder)
     before = runs.contents(folder / "run")
     result = runs.trained(folder)
@@ -216,7 +215,7 @@ def test_a_finished_run_is_left_as_it_is(folder: Path) -> None:
     assert runs.contents(folder / "run") == before
 
 
-def test_a_model_is_loaded_with_its_vocabulary_and_writes(folder: Path) -> None:
+def test_a_model_is_loaded_with_its_vocabulary_and_generates(folder: Path) -> None:
     model, vocabulary = load_model(folder / "run")
     prompt = vocabulary.encode("green ")[None].long()
     assert vocabulary.decode(model.generate(prompt, 5)[0]).startswith("green ")

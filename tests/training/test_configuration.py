@@ -1,4 +1,4 @@
-"""The configuration: what it may say, and a sentence for each mistake."""
+"""The configuration: its keys and defaults, and a message for each mistake."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_the_example_says_what_the_defaults_are_and_leaves_nothing_out(tmp_path: Path) -> None:
-    found = read_config(written(tmp_path, EXAMPLE)).to_dict()
+def test_the_example_has_every_key_with_its_default(tmp_path: Path) -> None:
+    example = read_config(written(tmp_path, EXAMPLE)).to_dict()
     defaults = Config().to_dict()
-    found["data"]["path"], found["output"]["folder"] = "", "run"
-    assert found == defaults
+    example["data"]["path"], example["output"]["folder"] = "", "run"
+    assert example == defaults
     for table, values in defaults.items():
         part = EXAMPLE.split(f"[{table}]")[1].split("\n[")[0]
         for key in values:
             assert f"\n{key} = " in part or f"\n# {key} = " in part, f"{table}.{key} is not in the example"
 
 
-def test_paths_start_at_the_files_folder(tmp_path: Path) -> None:
+def test_paths_are_relative_to_the_folder_of_the_file(tmp_path: Path) -> None:
     config = read_config(written(tmp_path, '[data]\npath = "a.txt"'))
     assert config.data.path == str(tmp_path / "a.txt")
     assert config.output.folder == str(tmp_path / "run")
 
 
-def test_a_given_value_stands_above_the_files(tmp_path: Path) -> None:
+def test_an_override_takes_precedence_over_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, '[data]\npath = "a.txt"\n[training]\nsteps = 5\nwarmup = 0')
     assert read_config(path, {"training.steps": 7, "model.exact": True}).training.steps == 7
     with pytest.raises(ConfigError, match=r"there is no table \[trainig\]"):
@@ -44,20 +44,25 @@ def test_a_given_value_stands_above_the_files(tmp_path: Path) -> None:
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({"modle": {}}, "there is no table [modle]. There are model, data, training, evaluation, output."),
+    ({"modle": {}}, "there is no table [modle]. The tables are model, data, training, evaluation, output."),
     ({"model": {"widht": 3}}, "[model] has no widht. It has width, depth, heads"),
     ({"model": 3}, "model = 3 is a value; write a table, [model]."),
     ({"model": {"width": "64"}}, "model.width = '64' must be a whole number."),
     ({"model": {"width": 64.0}}, "model.width = 64.0 must be a whole number."),
-    ({"model": {"exact": 40}}, "model.exact = 40 is no number of bits; give true, false, or 1 to 22."),
+    ({"model": {"exact": 40}}, "model.exact = 40 must be true or false."),
+    ({"model": {"exact": True, "grid_bits": 40}}, "model.grid_bits = 40 is not a number of bits from 1 to 22."),
+    ({"model": {"grid_bits": 12}}, "model.grid_bits = 12 is for exact streams: set model.exact = true too."),
     ({"model": {"exact": "yes"}}, "model.exact = 'yes' must be true or false."),
     ({"model": {"depth": 0}}, "model.depth = 0 must be 1 or more."),
     ({"model": {"width": 30}}, "model.width = 30 cannot be shared by model.heads = 4 heads"),
     ({"model": {"kv_heads": 3}}, "model.kv_heads = 3 does not divide model.heads = 4."),
-    ({"model": {"dropout": 1.0}}, "model.dropout = 1.0 is not a share"),
-    ({"model": {"memory": "revers"}}, "model.memory = 'revers' is none of 'reverse', 'partial', 'checkpoint'"),
+    ({"model": {"dropout": 1.0}}, "model.dropout = 1.0 is not a fraction"),
+    (
+        {"model": {"memory": "revers"}},
+        "model.memory='revers' is not known; choose one of 'reverse', 'selective', 'checkpoint'",
+    ),
     ({"data": {"path": ""}}, "data.path is missing"),
-    ({"data": {"validation": -0.1}}, "data.validation = -0.1 is not a share"),
+    ({"data": {"validation": -0.1}}, "data.validation = -0.1 is not a fraction"),
     ({"data": {"tokens": "uint16"}}, 'data.tokens = "uint16" needs data.vocabulary'),
     ({"data": {"vocabulary": 9}}, "data.vocabulary is for files of tokens"),
     ({"training": {"learning_rate": 0}}, "training.learning_rate = 0.0 is not above 0."),
@@ -66,15 +71,16 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"training": {"betas": [0.9, 1.0]}}, "training.betas = [0.9, 1.0]: each is from 0"),
     ({"training": {"warmup": 2000}}, "training.warmup = 2000 is longer than training.steps = 1000."),
     ({"training": {"batch": 5, "accumulate": 2}}, "cannot be cut into training.accumulate = 2 equal parts."),
-    ({"training": {"final_rate": 2}}, "training.final_rate = 2.0 is not a share"),
+    ({"training": {"final_rate": 2}}, "training.final_rate = 2.0 is not a fraction"),
     ({"training": {"clip": -1.0}}, "training.clip = -1.0 must be 0 or more."),
+    ({"training": {"schedule": "steps"}}, "training.schedule='steps' is not known; choose one of 'cosine'"),
     ({"output": {"keep": 0}}, "output.keep = 0 must be 1 or more."),
     ({"output": {"folder": ""}}, "output.folder is empty"),
 ]
 
 
 @pytest.mark.parametrize(("tables", "words"), MISTAKES, ids=lambda value: str(value)[:50])
-def test_a_mistake_is_said_in_a_sentence(tables: dict[str, Any], words: str) -> None:
+def test_a_mistake_is_explained(tables: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config_of(_joined(tables))
     assert words in str(caught.value)
@@ -84,7 +90,7 @@ def _joined(tables: dict[str, Any]) -> dict[str, Any]:
     return {**tables, "data": {"path": "a.txt", **tables.get("data", {})}}
 
 
-def test_a_file_that_is_not_toml_or_not_there_is_said_so(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_or_not_toml_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.toml is not TOML: Invalid value"):
         read_config(written(tmp_path, "[data]\nsteps = ["))
     with pytest.raises(ConfigError, match="cannot be read: No such file"):

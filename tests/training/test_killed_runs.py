@@ -1,4 +1,4 @@
-"""A run that is killed goes on from its last checkpoint, and ends with the bits of one that was left alone."""
+"""A run that is killed resumes from its last checkpoint, and ends with the bits of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -34,31 +34,32 @@ def check_same(folder: Path, wanted: Path) -> None:
     ]  # fmt: skip
 
 
-def test_killed_at_any_moment_it_ends_with_the_same_bits(undisturbed: Path, tmp_path: Path) -> None:
-    """Killed again and again, each time a little later after it started to write its log."""
+def test_a_run_killed_at_any_moment_ends_with_the_same_bits(undisturbed: Path, tmp_path: Path) -> None:
+    """Killed several times, each time a little later after it started to write its log."""
     log, reached = tmp_path / "run" / "log.jsonl", []
     for delay in (0.0, 0.05, 0.1, 0.2, 0.3):
         child = runs.start(tmp_path, **LONG)
         before = log.read_bytes() if log.exists() else b""
         runs.wait_for(lambda before=before: log.exists() and log.read_bytes() not in (before, b""), child)
         time.sleep(delay)
-        if not child.is_alive():
-            break  # it was faster than we are: there is nothing left to kill
-        runs.kill(child)
+        if not runs.kill(child):
+            break  # it has finished: there is nothing left to kill
         lines = [line for line in log.read_text().splitlines() if line.endswith("}")]
         reached.append(max((json.loads(line)["step"] for line in lines), default=0))
+        if reached[-1] == LONG["training_steps"]:
+            break  # the next run would have nothing to write
     assert reached[0] < 60, "the first kill is in mid-run"
     assert runs.finished(runs.start(tmp_path, **LONG)) == 0
     check_same(tmp_path, undisturbed)
 
 
-def test_killed_while_it_writes_a_checkpoint_it_loses_that_one_alone(undisturbed: Path, tmp_path: Path) -> None:
+def test_a_run_killed_while_it_writes_a_checkpoint_loses_only_that_one(undisturbed: Path, tmp_path: Path) -> None:
     checkpoints = tmp_path / "run" / "checkpoints"
     child = runs.start(tmp_path, **LONG)
     [unfinished, *_] = runs.wait_for(lambda: list(checkpoints.glob("step-0000001*.unfinished")), child)
-    runs.kill(child)
+    assert runs.kill(child)
     good = [p for p in checkpoints.iterdir() if p.suffix == ""]
-    assert good, "the ones before it are there"
+    assert good, "the ones before it exist"
     assert runs.finished(runs.start(tmp_path, **LONG)) == 0
     assert not list(checkpoints.glob("*.unfinished"))
     check_same(tmp_path, undisturbed)

@@ -15,9 +15,9 @@ import torch
 
 pytest.importorskip("safetensors", reason="the trainer needs the extra 'train'")
 
-import runs
 import safetensors.torch
 
+import runs
 from retrograde.training import ConfigError, Options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +35,7 @@ def under_torchrun(folder: Path, *options: str, **changes: Any) -> subprocess.Co
     (folder / "config.toml").write_text(toml(runs.tables(folder, **{**SHORT, **changes})))
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "retrograde.cli", "train"]
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "retrograde", "train"]
     return subprocess.run(
         [sys.executable, "-m", *command, str(folder / "config.toml"), *options],
         env=environment, capture_output=True, text=True, timeout=200, check=False,
@@ -43,17 +43,16 @@ def under_torchrun(folder: Path, *options: str, **changes: Any) -> subprocess.Co
 
 
 def model_of(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = safetensors.torch.load_file(
-        folder / "run" / "checkpoints" / f"step-{step:08}" / "model.safetensors"
-    )
-    return found
+    path = folder / "run" / "checkpoints" / f"step-{step:08}" / "model.safetensors"
+    weights: dict[str, torch.Tensor] = safetensors.torch.load_file(path)
+    return weights
 
 
 def check_close(folder: Path, wanted: Path) -> None:
-    found, reference = model_of(folder, 6), model_of(wanted, 6)
-    assert found.keys() == reference.keys()
+    weights, reference = model_of(folder, 6), model_of(wanted, 6)
+    assert weights.keys() == reference.keys()
     for name in reference:
-        torch.testing.assert_close(found[name], reference[name], rtol=0, atol=1e-5)
+        torch.testing.assert_close(weights[name], reference[name], rtol=0, atol=1e-5)
     for (_, step, a), (_, other, b) in zip(runs.losses(folder), runs.losses(wanted), strict=True):
         assert step == other
         assert abs(a - b) < 1e-5
@@ -74,7 +73,7 @@ def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     done = under_torchrun(folder, "--json", training_parallel=request.param, training_accumulate=2)
     assert done.returncode == 0, done.stderr
     steps = [json.loads(line)["step"] for line in done.stdout.splitlines() if '"event": "step"' in line]
-    assert steps == [1, 2, 3, 4, 5, 6], "one process speaks"
+    assert steps == [1, 2, 3, 4, 5, 6], "one process prints"
     return folder
 
 
@@ -82,8 +81,8 @@ def test_two_processes_train_as_one_does_on_the_joined_batch(alone: Path, togeth
     check_close(together, alone)
 
 
-def test_a_run_of_two_processes_goes_on_in_one(alone: Path, together: Path, tmp_path: Path) -> None:
-    """A checkpoint holds the whole state, whatever number of processes wrote it."""
+def test_a_run_of_two_processes_can_resume_in_one(alone: Path, together: Path, tmp_path: Path) -> None:
+    """A checkpoint holds the full state, whatever number of processes wrote it."""
     shutil.copytree(together, tmp_path / "copy")
     start = tmp_path / "copy" / "run" / "checkpoints" / "step-00000003"
     assert runs.trained(tmp_path / "copy", Options(start=start), **SHORT).began == 3
@@ -96,12 +95,12 @@ def test_accumulated_parts_train_as_the_whole_batch_does(alone: Path, tmp_path: 
 
 
 def test_exact_streams_train_to_the_same_bits_in_every_memory_mode(tmp_path: Path) -> None:
-    found = []
+    weights = []
     for memory in ("store", "checkpoint", "reverse"):
         folder = tmp_path / memory
         runs.trained(folder, **SHORT, model_memory=memory, model_exact=True)
-        found.append({name: tensor.numpy().tobytes() for name, tensor in model_of(folder, 6).items()})
-    assert found[0] == found[1] == found[2]
+        weights.append({name: tensor.numpy().tobytes() for name, tensor in model_of(folder, 6).items()})
+    assert weights[0] == weights[1] == weights[2]
 
 
 def test_bf16_trains_near_float32_and_is_not_the_same(alone: Path, tmp_path: Path) -> None:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from retrograde._block import Block
-from retrograde._sequence import ReversibleSequence
-from retrograde._step import Step
+from retrograde.network.block import Block
+from retrograde.network.step import Step
+from retrograde.sequence import ReversibleSequence
 
 
 class Deterministic(nn.Module):
     """The published holder of one branch: it gives the branch's `state_dict` keys the prefix `net.`.
 
-    The engine replays randomness by itself, and uses neither `record_rng` nor `set_rng`. They do
-    what is published, for code of others that calls a `Deterministic` of its own.
+    The engine restores the RNG state by itself, and uses neither `record_rng` nor `set_rng`. They work
+    as published, for other code that calls a `Deterministic` itself.
     """
 
     def __init__(self, net: nn.Module) -> None:
@@ -41,33 +41,35 @@ class Deterministic(nn.Module):
 
 
 class Branch:
-    """A published branch as a step calls it. Derived classes say how, in `__call__`.
+    """A published branch as a step calls it: `target += branch(*sources)`. Derived classes say how, in `__call__`.
 
-    It is no module, so that it adds nothing to `state_dict`. The block that owns the branch's
-    module binds it here, and does so again if another is put in its place.
+    It is not a module, so it adds nothing to `state_dict`. The block that owns the branch's
+    module binds it here, and binds the new one when it is replaced.
 
     Args:
         letter: the branch's name in its block: f, g, j or k.
+        target, sources: the streams that it updates and reads.
         dim: the dimension along which the published code reads this branch's input from a doubled
             tensor; None if it reads a tensor of its own.
     """
 
     module: nn.Module
+    __call__: Callable[..., Any]
 
-    def __init__(self, letter: str, dim: int | None = None) -> None:
-        self.letter = letter
-        self.dim = dim
+    def __init__(self, letter: str, target: int, sources: tuple[int, ...], dim: int | None = None) -> None:
+        self.letter, self.target, self.sources, self.dim = letter, target, sources, dim
 
-    def seen(self, x: Tensor) -> Tensor:
-        """The input in the memory layout that the published code hands over."""
+    def as_published(self, x: Tensor) -> Tensor:
+        """The input in the memory layout in which the published code passes it."""
         return x if self.dim is None else second_half(x, self.dim)
 
 
 class PublishedBlock(Block):
     """A block of the engine with the published keys: `f.net.*`, `g.net.*` and, with four branches, j and k."""
 
-    def __init__(self, *steps: Step, **nets: nn.Module) -> None:
-        super().__init__(*steps)
+    def __init__(self, *branches: Branch, aux: Literal["none", "loss"] = "none", **nets: nn.Module) -> None:
+        names = {letter: f"{letter} ({type(net).__name__})" for letter, net in nets.items()}
+        super().__init__(*(Step(b, b.target, b.sources, aux=aux, name=names[b.letter]) for b in branches))
         for letter, net in nets.items():
             setattr(self, letter, Deterministic(net))
 
@@ -80,7 +82,7 @@ class PublishedBlock(Block):
 
 
 class PlainBlock(nn.Module):
-    """The published irreversible twin of a block: plain autograd, on a tensor that holds both streams along `dim`."""
+    """The published irreversible version of a block: plain autograd, on a tensor with both streams along `dim`."""
 
     dim: int
 
@@ -101,7 +103,7 @@ class LayerDroppingSequence(ReversibleSequence):
 
     @property
     def layer_dropout(self) -> float:
-        """The probability with which a block is left out of a call in training."""
+        """The probability with which a block is dropped in training."""
         return max(self.layer_drop)
 
     @layer_dropout.setter
@@ -110,26 +112,27 @@ class LayerDroppingSequence(ReversibleSequence):
 
 
 def second_half(x: Tensor, dim: int) -> Tensor:
-    """A copy of `x` where the second half of a doubled tensor would lie.
+    """A copy of `x` in the memory layout of the second half of a doubled tensor.
 
-    The published modules carry both streams in one tensor, doubled along `dim`, and hand branches
-    a view of a half. Matrix products give other bits for another stride or alignment, so equal
-    bits need equal layouts.
+    The published modules hold both streams in one tensor, doubled along `dim`, and pass a view of
+    a half to branches. Matrix products give other bits for another stride or alignment, so
+    bit-identical results need identical layouts.
     """
     shape = list(x.shape)
     shape[dim] *= 2
     width = x.shape[dim]
-    return inside(torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_order(x)), x, (dim, width))
+    storage = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_memory_format(x))
+    return copied_into(storage, x, (dim, width))
 
 
-def inside(room: Tensor, x: Tensor, *starts: tuple[int, int]) -> Tensor:
-    """A copy of `x` inside of `room`, from (dimension, position) on."""
+def copied_into(storage: Tensor, x: Tensor, *starts: tuple[int, int]) -> Tensor:
+    """A copy of `x` that is a view of `storage`, from each (dimension, position) on."""
     for dim, start in starts:
-        room = room.narrow(dim, start, x.shape[dim])
-    return room.detach().copy_(x)
+        storage = storage.narrow(dim, start, x.shape[dim])
+    return storage.detach().copy_(x)
 
 
-def _order(x: Tensor) -> torch.memory_format:
+def _memory_format(x: Tensor) -> torch.memory_format:
     if not x.is_contiguous():
         if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
             return torch.channels_last
@@ -140,18 +143,11 @@ def _order(x: Tensor) -> torch.memory_format:
 
 def branches_of(blocks: Iterable[Any], letters: str) -> list[tuple[nn.Module, ...]]:
     """The branches of each block, in whatever container they come; raises if a block has too few or too many."""
-    found = []
-    for i, block in enumerate(blocks):
-        branches = tuple(block)
+    all_branches: list[tuple[nn.Module, ...]] = [tuple(block) for block in blocks]
+    for i, branches in enumerate(all_branches):
         if len(branches) != len(letters):
             raise ValueError(
                 f"Block {i} has {len(branches)} branches ({', '.join(type(b).__name__ for b in branches)}), "
                 f"but {len(letters)} are expected: {', '.join(letters)}."
             )
-        found.append(branches)
-    return found
-
-
-def named(letter: str, net: object) -> str:
-    """What messages call a branch."""
-    return f"{letter} ({type(net).__name__})"
+    return all_branches

@@ -1,10 +1,10 @@
-"""Put drop-ins in the place of published modules, and take them out again."""
+"""Replace published modules by drop-ins, and undo it."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from types import ModuleType, TracebackType
+from types import ModuleType
 
 SYSTEMS: dict[str, dict[str, str]] = {
     "routing_transformer": {"routing_transformer.reversible": "routing_transformer"},
@@ -16,11 +16,11 @@ SYSTEMS: dict[str, dict[str, str]] = {
     "axial_attention": {"axial_attention.reversible": "axial_attention"},
     "reformer_pytorch": {"reformer_pytorch.reversible": "reformer_pytorch"},
 }
-"""For each published package the modules that are replaced, and by which of ours."""
+"""For each published package the modules that are replaced, and by which module of ours."""
 
 
 class Installation:
-    """An installed drop-in. `undo()`, or the end of a `with` block, takes it out again."""
+    """An installed drop-in. `undo()`, or the end of a `with` block, removes it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -31,9 +31,7 @@ class Installation:
     def __enter__(self) -> Installation:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.undo()
 
 
@@ -51,7 +49,7 @@ def install(name: str) -> Installation:
     ours = _ours(name)
     if name in sys.modules and not _installed(name):
         raise RuntimeError(
-            f"{name} is already imported, with its own reversible module, which its classes keep. Call "
+            f"{name} is already imported, and its classes use its own reversible module. Call "
             f"retrograde.adapters.install({name!r}) before the first import of {name}, in a fresh process or kernel."
         )
     sys.modules.update(ours)
@@ -59,9 +57,9 @@ def install(name: str) -> Installation:
 
 
 def uninstall(name: str) -> None:
-    """Take a drop-in out again: the package's next import loads what was published.
+    """Remove a drop-in: the next import of the package loads the published code.
 
-    Classes that were imported meanwhile stay as they are, and go on to run on retrograde.
+    Classes that were imported before that still run on retrograde.
     """
     _ours(name)
     if not _installed(name):

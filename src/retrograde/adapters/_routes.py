@@ -5,11 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ._dropin import Branch
+
+Arguments = Mapping[str, Any]
 Routes = Mapping[str, Sequence[tuple[bool, bool]]]
 
 
-def check_routes(routes: Routes, depth: int) -> None:
-    """Raise unless every route says for every block whether f and whether g receive its argument."""
+class RoutedBranch(Branch):
+    """A branch that receives some of a call's arguments, by their names."""
+
+    def __init__(
+        self, letter: str, target: int, sources: tuple[int, ...], names: Sequence[str], dim: int | None = None
+    ) -> None:
+        super().__init__(letter, target, sources, dim)
+        self.names = tuple(names)
+
+
+def checked_routes(args_route: Routes | None, depth: int) -> Routes:
+    """The routes; raises unless each says for every block whether f and whether g receive its argument."""
+    routes = dict(args_route or {})
     for name, route in routes.items():
         if len(route) != depth:
             raise ValueError(
@@ -21,6 +35,7 @@ def check_routes(routes: Routes, depth: int) -> None:
                 raise ValueError(
                     f"args_route[{name!r}], block {i}: {pair!r} is not a pair (f receives it, g receives it)."
                 )
+    return routes
 
 
 def names_for(routes: Routes, block: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -30,7 +45,7 @@ def names_for(routes: Routes, block: int) -> tuple[tuple[str, ...], tuple[str, .
 
 
 def routed(routes: Routes, kwargs: Mapping[str, Any], ignored: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """The arguments that have a route. Others raise, but for those that are known to be passed for nothing."""
+    """The arguments that have a route. Others raise, except for those that are to be ignored."""
     unknown = [name for name in kwargs if name not in routes and name not in ignored]
     if unknown:
         raise TypeError(
@@ -40,13 +55,12 @@ def routed(routes: Routes, kwargs: Mapping[str, Any], ignored: frozenset[str] = 
 
 
 def chosen(names: Sequence[str], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a call's arguments, those that a branch receives."""
+    """Those of a call's arguments that a branch receives."""
     return {name: kwargs[name] for name in names if name in kwargs}
 
 
-def by_route(arg_route: Sequence[bool], kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What f and g receive where a call routes all of its arguments together."""
+def by_letter(arg_route: Sequence[bool], kwargs: Arguments) -> dict[str, Arguments]:
+    """What f and g receive if a call routes all of its arguments together."""
     if len(arg_route) != 2:
         raise ValueError(f"arg_route={arg_route!r} is not a pair (f receives the arguments, g receives them).")
-    f, g = (kwargs if goes else {} for goes in arg_route)
-    return f, g
+    return {letter: kwargs if receives else {} for letter, receives in zip("fg", arg_route, strict=True)}

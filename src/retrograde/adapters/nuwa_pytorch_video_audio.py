@@ -1,4 +1,4 @@
-"""In the place of `nuwa_pytorch.reversible_video_audio` (nuwa-pytorch 0.7.8): two modalities, two streams each."""
+"""The drop-in for `nuwa_pytorch.reversible_video_audio` (nuwa-pytorch 0.7.8): two modalities, two streams each."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from retrograde._sequence import ReversibleSequence as EngineSequence
-from retrograde._step import Step
+from retrograde.sequence import ReversibleSequence as EngineSequence
 
-from ._dropin import Branch, PublishedBlock, branches_of, inside, named, second_half
+from ._dropin import Branch, PublishedBlock, branches_of, copied_into, second_half
 from ._dropin import Deterministic as Deterministic
 
 VIDEO, VIDEO_MEMORY, AUDIO, AUDIO_MEMORY = range(4)
@@ -30,15 +29,14 @@ class Wiring(NamedTuple):
 
 
 class _ModalBranch(Branch):
-    """A branch that reads one or two streams. In the first block they lie in one tensor, video before audio."""
+    """A branch that reads one or two streams. In the first block they are parts of one tensor, video before audio."""
 
     def __init__(self, wiring: Wiring, *, first: bool) -> None:
-        super().__init__(wiring.letter)
-        self.wiring = wiring
-        self.first = first
+        super().__init__(wiring.letter, wiring.target, wiring.sources)
+        self.wiring, self.first = wiring, first
 
     def __call__(self, *sources: Tensor, kwargs: dict[str, Any], lengths: Lengths) -> Any:
-        streams = zip(self.wiring.sources, sources, strict=True)
+        streams = zip(self.sources, sources, strict=True)
         inputs = [x if stream in self.wiring.whole else self._half(x, stream, lengths) for stream, x in streams]
         return self.module(*inputs, **{parameter: kwargs[name] for parameter, name in self.wiring.takes.items()})
 
@@ -46,24 +44,17 @@ class _ModalBranch(Branch):
         if not self.first:
             return second_half(x, 2)
         batch, _, width = x.shape
-        room = torch.empty((batch, sum(lengths), 2 * width), dtype=x.dtype, device=x.device)
-        return inside(room, x, (1, 0 if stream == VIDEO_MEMORY else lengths[0]), (2, width))
+        storage = torch.empty((batch, sum(lengths), 2 * width), dtype=x.dtype, device=x.device)
+        return copied_into(storage, x, (1, 0 if stream == VIDEO_MEMORY else lengths[0]), (2, width))
 
 
 class _FourBranchBlock(PublishedBlock):
-    """Four branches, called (video attention, video feed-forward, audio attention, audio feed-forward) by callers."""
+    """Four branches; callers pass video attention, video feed-forward, audio attention, audio feed-forward."""
 
     wirings: ClassVar[tuple[Wiring, ...]]
 
     def __init__(self, f: nn.Module, g: nn.Module, j: nn.Module, k: nn.Module, *, first: bool = False) -> None:
-        nets = {"f": f, "g": g, "j": j, "k": k}
-        super().__init__(
-            *(
-                Step(_ModalBranch(w, first=first), w.target, w.sources, name=named(w.letter, nets[w.letter]))
-                for w in self.wirings
-            ),
-            **nets,
-        )
+        super().__init__(*(_ModalBranch(wiring, first=first) for wiring in self.wirings), f=f, g=g, j=j, k=k)
 
 
 class ReversibleSelfAttnBlock(_FourBranchBlock):
@@ -124,11 +115,13 @@ class DualModalityReversibleSequence(EngineSequence):
     def __init__(self, input_blocks: Iterable[Any], block_types: Sequence[str]) -> None:
         blocks = branches_of(input_blocks, "fgjk")
         if len(block_types) != len(blocks):
-            raise ValueError(f"block_types has {len(block_types)} entries for {len(blocks)} blocks; give one a block.")
+            raise ValueError(
+                f"block_types has {len(block_types)} entries for {len(blocks)} blocks; give one per block."
+            )
         for i, kind in enumerate(block_types):
             if kind not in BLOCKS:
-                known = ", ".join(map(repr, BLOCKS))
-                raise ValueError(f"Block {i}: unknown layer type {kind!r}; expected one of {known}.")
+                expected = ", ".join(map(repr, BLOCKS))
+                raise ValueError(f"Block {i}: unknown layer type {kind!r}; expected one of {expected}.")
         super().__init__(
             [BLOCKS[kind](*nets, first=i == 0) for i, (kind, nets) in enumerate(zip(block_types, blocks, strict=True))],
             merge=None,
@@ -146,12 +139,9 @@ class DualModalityReversibleSequence(EngineSequence):
         audio_mask: Tensor | None = None,
         reverse: bool = True,
     ) -> list[Tensor]:
-        for name, mask, covered in (
-            ("video_mask", video_mask, video),
-            ("audio_mask", audio_mask, audio),
-            ("context_mask", context_mask, context),
-        ):
-            _check_mask(name, mask, covered)
+        _check_mask("video_mask", video_mask, video)
+        _check_mask("audio_mask", audio_mask, audio)
+        _check_mask("context_mask", context_mask, context)
         kwargs = {
             "context": context, "context_mask": context_mask, "video_mask": video_mask, "audio_mask": audio_mask,
         }  # fmt: skip
@@ -165,7 +155,7 @@ class DualModalityReversibleSequence(EngineSequence):
 
 
 def _check_mask(name: str, mask: Tensor | None, covered: Tensor | None) -> None:
-    """A mask covers batch and length of its tensor, or all of the batch alike."""
+    """Raise unless a mask covers batch and length of its tensor, or its length for the whole batch."""
     if mask is None or covered is None:
         return
     batch, length = covered.shape[:2]

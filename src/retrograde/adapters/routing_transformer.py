@@ -1,4 +1,4 @@
-"""In the place of `routing_transformer.reversible` (routing-transformer 1.6.1)."""
+"""The drop-in for `routing_transformer.reversible` (routing-transformer 1.6.1)."""
 
 from __future__ import annotations
 
@@ -8,26 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrograde._step import Step
-
-from ._dropin import Branch, LayerDroppingSequence, PublishedBlock, branches_of, named
 from ._dropin import Deterministic as Deterministic
-from ._notes import Notes
-from ._routes import Routes, check_routes, chosen, names_for, routed
+from ._dropin import LayerDroppingSequence, PublishedBlock, branches_of
+from ._routes import Arguments, RoutedBranch, Routes, checked_routes, chosen, names_for, routed
+from ._untracked_state import UntrackedState
 
-PASSED_FOR_NOTHING = frozenset({"aux_loss"})
-"""RoutingTransformerEncDec hands its encoder's loss to the decoder, where nobody takes it."""
+IGNORED = frozenset({"aux_loss"})
+"""RoutingTransformerEncDec passes its encoder's loss to the decoder, in which no branch takes it."""
 
 
-class _RoutingBranch(Branch):
-    def __init__(self, letter: str, dim: int | None, names: Sequence[str]) -> None:
-        super().__init__(letter, dim)
-        self.names = tuple(names)
-
-    def __call__(self, x: Tensor, *, kwargs: dict[str, Any], notes: Notes) -> tuple[Any, Any]:
-        reverse = notes.replays(self)
-        with notes.around(self, self.module):
-            return with_loss(self.module(self.seen(x), **chosen(self.names, kwargs), _reverse=reverse))
+class _RoutingBranch(RoutedBranch):
+    def __call__(self, x: Tensor, *, kwargs: Arguments, untracked: UntrackedState) -> tuple[Any, Any]:
+        reverse = untracked.replays(self)
+        with untracked.around(self, self.module):
+            return with_loss(self.module(self.as_published(x), **chosen(self.names, kwargs), _reverse=reverse))
 
 
 class ReversibleBlock(PublishedBlock):
@@ -38,12 +32,8 @@ class ReversibleBlock(PublishedBlock):
     """
 
     def __init__(self, f: nn.Module, g: nn.Module, *, names: tuple[Sequence[str], Sequence[str]] = ((), ())) -> None:
-        super().__init__(
-            Step(_RoutingBranch("f", -1, names[0]), 0, (1,), aux="loss", name=named("f", f)),
-            Step(_RoutingBranch("g", None, names[1]), 1, (0,), aux="loss", name=named("g", g)),
-            f=f,
-            g=g,
-        )
+        branches = _RoutingBranch("f", 0, (1,), names[0], dim=-1), _RoutingBranch("g", 1, (0,), names[1])
+        super().__init__(*branches, aux="loss", f=f, g=g)
 
 
 class ReversibleSequence(LayerDroppingSequence):
@@ -51,8 +41,7 @@ class ReversibleSequence(LayerDroppingSequence):
 
     def __init__(self, blocks: Iterable[Any], args_route: Routes | None = None, layer_dropout: float = 0.0) -> None:
         pairs = branches_of(blocks, "fg")
-        routes = dict(args_route or {})
-        check_routes(routes, len(pairs))
+        routes = checked_routes(args_route, len(pairs))
         super().__init__(
             [ReversibleBlock(f, g, names=names_for(routes, i)) for i, (f, g) in enumerate(pairs)],
             merge=None,
@@ -61,26 +50,25 @@ class ReversibleSequence(LayerDroppingSequence):
         self.args_route = routes
 
     def forward(self, x: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        kwargs = routed(self.args_route, kwargs, PASSED_FOR_NOTHING)
-        outputs = self.run(x, kwargs=kwargs, notes=Notes(buffers=True))
+        kwargs = routed(self.args_route, kwargs, IGNORED)
+        outputs = self.run(x, kwargs=kwargs, untracked=UntrackedState(buffers=True))
         f_losses, g_losses = zip(*outputs.aux_by_block.values(), strict=True)
         aux = torch.stack(f_losses).sum() + torch.stack(g_losses).sum()
         return torch.stack(tuple(outputs)).mean(dim=0), aux
 
 
 class SequentialSequence(nn.Module):
-    """The irreversible twin: `x += f(x)`, then `x += g(x)`. Its auxiliary loss has the shape (1,)."""
+    """The irreversible version: `x += f(x)`, then `x += g(x)`. Its auxiliary loss has the shape (1,)."""
 
     def __init__(self, layers: nn.ModuleList, args_route: Routes | None = None, layer_dropout: float = 0.0) -> None:
         super().__init__()
-        self.args_route = dict(args_route or {})
-        check_routes(self.args_route, len(layers))
+        self.args_route = checked_routes(args_route, len(layers))
         branches_of(layers, "fg")
         self.layers = layers
         self.layer_dropout = layer_dropout
 
     def forward(self, x: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        kwargs = routed(self.args_route, kwargs, PASSED_FOR_NOTHING)
+        kwargs = routed(self.args_route, kwargs, IGNORED)
         aux = torch.zeros(1, device=x.device, dtype=x.dtype)
         for i in self._running():
             (branches,) = branches_of([self.layers[i]], "fg")

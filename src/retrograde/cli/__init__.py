@@ -1,4 +1,4 @@
-"""The command line: `retrograde <command>`, or `python -m retrograde.cli <command>`. One file a command."""
+"""The command line: `retrograde <command>`, or `python -m retrograde <command>`. One file per command."""
 
 from __future__ import annotations
 

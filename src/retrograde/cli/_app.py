@@ -1,10 +1,13 @@
-"""The commands, gathered. To add one: write its function in a file of its own here, and put it into COMMANDS."""
+"""All commands. To add one: write its function in a file of its own here, and put it into COMMANDS."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
+
+from retrograde import __version__
 
 from .bench import bench
 from .convert import convert
@@ -25,8 +28,18 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"retrograde {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _retrograde() -> None:
+def _retrograde(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version, and end.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
     """Train deep networks in activation memory that does not grow with depth."""
 
 

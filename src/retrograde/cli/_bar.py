@@ -1,4 +1,4 @@
-"""Progress of training on the error stream: a live bar on a terminal, a plain line now and then elsewhere."""
+"""Progress of training on the error stream: a live bar on a terminal, some plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import time
 from types import TracebackType
 from typing import Any
 
-from retrograde.planning import show_size
+from retrograde.measure.formatting import format_bytes
 
-LINES = 8  # that a run prints where no bar can be drawn
+LINES = 8  # printed in a run that has no terminal
 
 
 class Bar:
-    """A bar of steps with the loss, the speed, the peak memory and the time that remains.
+    """A progress bar with the loss, the speed, the peak memory and the remaining time.
 
     Args:
-        label: stands before the bar.
-        total: the number of steps, `start` of which are done before.
+        label: the text before the bar.
+        total: the number of steps, `start` of which are done already.
     """
 
     def __init__(self, label: str, total: int, *, start: int = 0) -> None:
@@ -39,8 +39,8 @@ class Bar:
             self._live.stop()
 
     def show(self, step: int, loss: float, rate: float, peak: int) -> None:
-        """Say that a step is done; `rate` is in tokens a second, `peak` in bytes."""
-        figures = f"loss {loss:.4f} · {rate:,.0f} tokens/s · peak {show_size(peak)}"
+        """Show that a step is done; `rate` is in tokens per second, `peak` in bytes."""
+        figures = f"loss {loss:.4f} · {rate:,.0f} tokens/s · peak {format_bytes(peak)}"
         if self._live:
             self._live.update(self._task, completed=step, figures=figures)
         elif step == self.total or step - self._shown >= max(1, (self.total - self.start) // LINES):

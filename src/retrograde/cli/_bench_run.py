@@ -7,38 +7,48 @@ import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrograde._plan import INVERTING, Memory, Plan
-from retrograde._sequence import ReversibleSequence
+from retrograde.engine.preserve import preserve
+from retrograde.measure.targets import Target
+from retrograde.measure.timing import Progress
+from retrograde.measure.training_step import step_peak, step_seconds
+from retrograde.memory import Plan, mode_named
 from retrograde.models import ReversibleLM
-from retrograde.planning import measured
-from retrograde.planning._measure import untouched
-from retrograde.planning._steps import mean_square, timed
-
-from ._target import Target
+from retrograde.sequence import ReversibleSequence
 
 STORE = "store"
-Tell = Callable[[str, int, int], None]  # what, how many are done, of how many
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train a model: a plan for each stack, and whether the streams are put on a grid for it."""
+    """One way to train a model: a plan for each stack, and whether the streams are on a grid.
+
+    With `on_grid=None` the stacks keep their couplings.
+    """
 
     name: str
     plans: Mapping[ReversibleSequence, Plan]
-    grid: bool = False
+    on_grid: bool | None
+
+    def set_up(self) -> bool:
+        """Give the stacks their plans and couplings; returns whether the couplings changed."""
+        changed = False
+        for stack, plan in self.plans.items():
+            if self.on_grid is not None and stack.exact != self.on_grid:
+                stack.exact, changed = self.on_grid, True
+            stack.memory = plan
+        return changed
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a way costs: bytes at the peak of a step, and seconds as a ratio to storing, in each round."""
+    """What a way costs: the peak of a step in bytes, its median seconds, and the quartiles of its ratio to storing."""
 
     name: str
     plan: str
@@ -49,8 +59,8 @@ class Row:
     high: float
 
 
-def own_model() -> Target:
-    """A small language model of the package, for users who name none."""
+def default_target() -> Target:
+    """A small language model of the package, for users who give no target."""
     torch.manual_seed(0)
     model = ReversibleLM(256, width=64, depth=16, heads=4)
     tokens = torch.randint(256, (2, 129))
@@ -58,116 +68,71 @@ def own_model() -> Target:
     def loss(logits: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
-    return Target("retrograde.models.ReversibleLM", model, (tokens[:, :-1],), {}, loss)
+    return Target("retrograde.models.ReversibleLM", model, tokens[:, :-1], loss)
 
 
 def ways_of(stacks: Sequence[ReversibleSequence]) -> list[Way]:
-    """What can be done with any model, storing first."""
-    whole = all(block.invertible for stack in stacks for block in stack._blocks())
-    where = "" if whole else ", where possible"
-    found = [
-        Way(STORE, _everywhere(stacks, "store")),
-        Way("checkpoint", _everywhere(stacks, "checkpoint")),
-        Way(f"reverse{where}", _everywhere(stacks, "reverse")),
-        Way(f"partial{where}", _everywhere(stacks, "partial")),
-    ]
-    if not any(stack.exact for stack in stacks):
-        found.append(Way(f"reverse exact{where}", _everywhere(stacks, "reverse"), grid=True))
-    return found
+    """The ways to train any model, storing first."""
+    where = "" if all(block.invertible for stack in stacks for block in stack) else ", where possible"
+    on_grid = None if any(stack.exact for stack in stacks) else False
+    ways = []
+    for memory in (STORE, "checkpoint", "reverse", "selective"):
+        reverses = mode_named(memory).needs_inverse
+        plans = {stack: Plan.uniform(memory, list(stack)) for stack in stacks}
+        if reverses:
+            plans = {stack: replace(plan, anchors=stack.memory.anchors) for stack, plan in plans.items()}
+        ways.append(Way(f"{memory}{where if reverses else ''}", plans, on_grid))
+    if on_grid is False:
+        reverse = ways[2]
+        ways.append(Way(f"reverse exact{where}", reverse.plans, on_grid=True))
+    return ways
 
 
-def _everywhere(stacks: Sequence[ReversibleSequence], memory: Memory) -> dict[ReversibleSequence, Plan]:
-    """A mode for every block that can have it; those that cannot be inverted are checkpointed."""
-    inverts = memory in INVERTING
-
-    def plan(stack: ReversibleSequence) -> Plan:
-        modes = [memory if block.invertible or not inverts else "checkpoint" for block in stack._blocks()]
-        return Plan(tuple(modes), stack.memory.anchors if inverts else frozenset())
-
-    return {stack: plan(stack) for stack in stacks}
-
-
-class Bench:
-    """A model, run in one way after the other.
-
-    Args:
-        target: the model with its batch and loss.
-        stacks: its reversible stacks.
-    """
-
-    def __init__(self, target: Target, stacks: Sequence[ReversibleSequence]) -> None:
-        self.target, self.stacks = target, stacks
-        self.batch: Any = target.kwargs or target.args
-        self.loss = target.loss or mean_square
-        self._grid = False
-
-    def measure(self, ways: Sequence[Way], rounds: int, tell: Tell) -> tuple[list[Row], list[str]]:
-        """A row for each way, and a sentence for each that is impossible. The model is left as it was."""
-        total = len(ways) * (rounds + 1)
-        with untouched(self.target.model), self._put_back(), _old_objects_left_alone():
-            peaks, refused = self._peaks(ways, lambda name, i: tell(name, i, total))
-            ways = [way for way in ways if way.name in peaks]
-            seconds: dict[str, list[float]] = {way.name: [] for way in ways}
-            order = random.Random(0)
-            for round_ in range(1, rounds + 1):
-                gc.collect()  # between the steps, and not in one
-                for i, way in enumerate(order.sample(ways, len(ways))):
-                    tell(way.name, round_ * len(ways) + i, total)
-                    seconds[way.name].append(self._seconds(way))
-        return [_row(way, peaks[way.name], seconds) for way in ways], refused
-
-    def _peaks(self, ways: Sequence[Way], tell: Callable[[str, int], None]) -> tuple[dict[str, int], list[str]]:
-        peaks, refused = {}, []
+def measure(target: Target, ways: Sequence[Way], rounds: int, progress: Progress) -> tuple[list[Row], list[str]]:
+    """A row for each way, and a sentence for each that is impossible. The model is left as it was."""
+    step = partial(step_seconds, target.model, target.batch, target.loss)
+    peaks, refusals = {}, []
+    with preserve(target.model):
         for i, way in enumerate(ways):
-            tell(way.name, i)
+            progress(way.name, i, len(ways) * (rounds + 1))
             try:
-                self._take(way)
-                peaks[way.name] = int(measured(self.target.model, self.batch, loss=self.loss).peak)
+                way.set_up()
+                step()
+                peaks[way.name] = step_peak(target.model, target.batch, target.loss)
             except ValueError as error:
-                if not way.grid:
+                if not way.on_grid:
                     raise
-                refused.append(f"{way.name} is left out: {error}")
-        return peaks, refused
+                refusals.append(f"{way.name} is left out: {error}")
+        ways = [way for way in ways if way.name in peaks]
+        seconds = _seconds(ways, rounds, step, progress)
+    return [_row(way, peaks[way.name], seconds) for way in ways], refusals
 
-    def _seconds(self, way: Way) -> float:
-        if self._take(way):
-            timed(self.target.model, self.batch, self.loss)  # a new coupling is learnt in its first step
-        gc.disable()
-        try:
-            return timed(self.target.model, self.batch, self.loss)
-        finally:
-            gc.enable()
 
-    def _take(self, way: Way) -> bool:
-        """Set the stacks up; whether their couplings changed."""
-        changed, self._grid = self._grid != way.grid, way.grid
-        for stack, plan in way.plans.items():
-            if changed:
-                stack.exact = way.grid
-            stack.memory = plan
-        return changed
-
-    @contextmanager
-    def _put_back(self) -> Iterator[None]:
-        before = [(stack, stack.memory) for stack in self.stacks]
-        couplings = [(s, s.coupling) for stack in self.stacks for b in stack._blocks() for s in b.each_step()]
-        try:
-            yield
-        finally:
-            for stack, memory in before:
-                stack.memory = memory
-            for step, coupling in couplings:
-                step.couple(coupling)
+def _seconds(ways: Sequence[Way], rounds: int, step: Callable[[], float], progress: Progress) -> dict[str, list[float]]:
+    """The seconds of a step in each way and round."""
+    seconds: dict[str, list[float]] = {way.name: [] for way in ways}
+    order = random.Random(0)
+    with _no_automatic_collection():
+        for round_ in range(1, rounds + 1):
+            gc.collect()  # between the steps, not in one
+            for i, way in enumerate(order.sample(ways, len(ways))):
+                progress(way.name, round_ * len(ways) + i, len(ways) * (rounds + 1))
+                if way.set_up():
+                    step()  # the first step with a new coupling takes longer
+                seconds[way.name].append(step())
+    return seconds
 
 
 @contextmanager
-def _old_objects_left_alone() -> Iterator[None]:
-    """Garbage is looked for among the objects made from here on: a process with many others takes long to search."""
+def _no_automatic_collection() -> Iterator[None]:
+    """A context in which garbage is collected on call, from new objects only: in a large process, all take long."""
     gc.collect()
     gc.freeze()
+    gc.disable()
     try:
         yield
     finally:
+        gc.enable()
         gc.unfreeze()
 
 

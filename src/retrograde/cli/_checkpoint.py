@@ -1,6 +1,6 @@
-"""A folder as `save_pretrained` of transformers writes it, as a target: the model, and a batch made up for it.
+"""A target from a folder that `save_pretrained` of transformers wrote: the model, and a random batch for it.
 
-Nothing in the folder is run: its weights are read from safetensors alone, and its class is one of transformers' own.
+Nothing in the folder is run: its weights are read from safetensors only, and its class is one of transformers' own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ._target import Target, TargetError
+from retrograde.measure.targets import Target, TargetError
 
 SAMPLES, LENGTH = 2, 64
 LANGUAGE = ("ForCausalLM", "ForMaskedLM", "LMHeadModel")  # endings of the classes whose labels are their tokens
@@ -34,9 +34,9 @@ def load_checkpoint(folder: Path) -> Target:
         )
     try:
         model = kind.from_pretrained(folder, use_safetensors=True, local_files_only=True)
-    except Exception as error:  # of the file, of its format, of shapes: whatever the loader finds
+    except Exception as error:  # of the file, of its format, of shapes: whatever the loader raises
         raise TargetError(f"{folder} could not be read: {type(error).__name__}: {error}") from error
-    return Target(str(folder), model, (), _batch(model, name), None)
+    return Target(str(folder), model, _batch(model, name))
 
 
 def _architecture(folder: Path) -> str:
@@ -46,24 +46,23 @@ def _architecture(folder: Path) -> str:
             f"{folder} has no config.json. Name a folder that save_pretrained wrote, or a factory: my_model.py:make."
         )
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["architectures"][0]
+        return str(json.loads(path.read_text(encoding="utf-8"))["architectures"][0])
     except (ValueError, KeyError, TypeError, IndexError):
         raise TargetError(f"{path} does not name the model's class under 'architectures'.") from None
-    return str(found)
 
 
 def _refuse_pickle(folder: Path) -> None:
     if any(folder.glob("*.safetensors")):
         return
     pickles = sorted(path.name for ending in ("*.bin", "*.pt", "*.pth") for path in folder.glob(ending))
-    only = f", only {', '.join(pickles)}. A pickle can run code as it is loaded, and is not read" if pickles else ""
+    only = f", only {', '.join(pickles)}. Loading a pickle can run code, so it is not read" if pickles else ""
     raise TargetError(
         f"{folder} has no weights in safetensors{only}. Save the model with model.save_pretrained(folder)."
     )
 
 
 def _batch(model: Any, name: str) -> dict[str, Any]:
-    """Random input, the same every time, of the kind that the model takes."""
+    """Random input of the kind that the model takes, the same every time."""
     generator = torch.Generator().manual_seed(0)
     config = model.config.get_text_config() if model.main_input_name == "input_ids" else model.config
     if model.main_input_name == "input_ids":
@@ -74,6 +73,6 @@ def _batch(model: Any, name: str) -> dict[str, Any]:
         shape = (SAMPLES, getattr(config, "num_channels", 3), config.image_size, config.image_size)
         return {"pixel_values": torch.randn(shape, generator=generator)}
     raise TargetError(
-        f"A {name} takes {model.main_input_name}, of which no batch is made up here. Write a factory that returns the "
-        "model and a batch: my_model.py:make."
+        f"A {name} takes {model.main_input_name}, for which no random batch can be made. Write a factory that returns "
+        "the model and a batch: my_model.py:make."
     )

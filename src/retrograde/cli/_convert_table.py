@@ -6,21 +6,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from retrograde.conversion import Report
-from retrograde.planning import show_size
+from retrograde.measure.formatting import format_bytes
 
+BEST = "peak, converted: reverse"
 ROWS: dict[str, Callable[[Report], str]] = {
     "branches": lambda r: r.branches,
     "outputs in eval differ by": lambda r: _exact_or(r.logits_difference),
-    "loss in eval, as it was": lambda r: f"{r.loss_before:.4f}",
+    "loss in eval, original": lambda r: f"{r.loss_before:.4f}",
     "loss in eval, converted": lambda r: f"{r.loss_after:.4f}",
-    "gradients off by": lambda r: _exact_or(r.gradient_error),
-    "rebuilt streams off by": lambda r: _exact_or(r.drift),
-    "side bits an element and layer": lambda r: f"{r.side_bits:.3g}",
-    "side bits in all": lambda r: show_size(r.side_bytes),
-    "peak, as it was": lambda r: show_size(r.peaks["stock"]),
-    "peak, converted: store": lambda r: show_size(r.peaks["store"]),
-    "peak, converted: checkpoint": lambda r: show_size(r.peaks["checkpoint"]),
-    "peak, converted: reverse": lambda r: show_size(r.peaks["reverse"]),
+    "error of gradients": lambda r: _exact_or(r.gradient_error),
+    "error of recomputed streams": lambda r: _exact_or(r.drift),
+    "extra bits per element per layer": lambda r: f"{r.side_bits:.3g}",
+    "extra bits in total": lambda r: format_bytes(r.side_bytes),
+    "peak, original": lambda r: format_bytes(r.peaks["original"]),
+    "peak, converted: store": lambda r: format_bytes(r.peaks["store"]),
+    "peak, converted: checkpoint": lambda r: format_bytes(r.peaks["checkpoint"]),
+    BEST: lambda r: format_bytes(r.peaks["reverse"]),
 }
 
 
@@ -29,33 +30,36 @@ def _exact_or(error: float) -> str:
 
 
 def table(reports: Mapping[str, Report], place: str) -> Any:
-    """A column for each recipe."""
+    """One column per recipe."""
     from rich.table import Table
 
     layers = next(iter(reports.values())).layers
-    found = Table(title=f"{layers} layers in {place}", title_justify="left", box=None)
-    found.add_column("")
+    columns = Table(title=f"{layers} layers in {place}", title_justify="left", box=None)
+    columns.add_column("")
     for name in reports:
-        found.add_column(name, justify="right", no_wrap=True)
+        columns.add_column(name, justify="right", no_wrap=True)
     for label, show in ROWS.items():
-        best = label == "peak, converted: reverse"
-        found.add_row(label, *(show(report) for report in reports.values()), style="bold" if best else "")
-    return found
+        columns.add_row(label, *(show(report) for report in reports.values()), style="bold" if label == BEST else "")
+    return columns
 
 
 def advice(reports: Mapping[str, Report], layers: str | None) -> list[str]:
-    """What the figures mean for the one who will train the model, of which `layers` were converted."""
-    lines = ["", "Peaks are of the tensors that a step makes, without parameters, their gradients and the batch."]
+    """What the figures mean for training the model, of which `layers` were converted."""
+    lines = [
+        "",
+        "Peaks count the tensors that a training step allocates, without parameters, their gradients and the batch.",
+        "Errors are relative, compared with stored activations.",
+    ]
     for name, report in reports.items():
         peaks = report.peaks
-        if peaks["reverse"] >= peaks["stock"]:
-            lines.append(f"{name}: reversing saves nothing here; with so few layers two streams outweigh them.")
+        if peaks["reverse"] >= peaks["original"]:
+            lines.append(f"{name}: memory='reverse' saves nothing here: two streams take more than so few layers.")
         elif peaks["reverse"] >= peaks["checkpoint"]:
-            lines.append(f"{name}: memory='checkpoint' takes no more than reversing here, where layers are few.")
+            lines.append(f"{name}: memory='checkpoint' needs no more than 'reverse' here, with so few layers.")
         if report.logits_difference:
             lines.append(f"{name} computes another function than the model was trained for: fine-tune it.")
     written = {name: f'"{name}"' if ":" not in name else f"recipes.{r.recipe}" for name, r in reports.items()}
     where = f', layers="{layers}"' if layers else ""
     calls = " or ".join(f"rg.convert(model, {recipe}{where})" for recipe in written.values())
-    lines.append(f"The weights and their names stay as they are. In the training script: {calls}")
+    lines.append(f"The weights and their names do not change. In the training script: {calls}")
     return lines

@@ -1,4 +1,4 @@
-"""What `retrograde demo` found, as a picture in a file and as bars on a terminal."""
+"""The results of `retrograde demo`, as a picture in a file and as bars on a terminal."""
 
 from __future__ import annotations
 
@@ -6,23 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from retrograde.planning import show_size
+from retrograde.measure.formatting import format_bytes
+from retrograde.measure.pictures import new_figure, style_of
 
-from ._demo_run import MODES, Memory, Size, Training
+from ._demo_run import MODES, Mode, Size, Training
 
-COLOURS: dict[Memory, str] = {"store": "#7d7d7d", "checkpoint": "#d08c3c", "reverse": "#2b6cb0"}
-RICH: dict[Memory, str] = {"store": "bright_black", "checkpoint": "yellow", "reverse": "blue"}
-MARKERS: dict[Memory, str] = {"store": "o", "checkpoint": "s", "reverse": "^"}
+RICH: dict[Mode, str] = {"store": "bright_black", "checkpoint": "yellow", "reverse": "blue"}
 WIDE = 44  # characters of the longest bar
 
 
-def draw(path: Path, runs: Sequence[Training], peaks: dict[Memory, list[int]], size: Size) -> None:
-    """Memory over depth on the left, loss curves on the right."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11.5, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
+def draw(path: Path, runs: Sequence[Training], peaks: dict[Mode, list[int]], size: Size) -> None:
+    """Draw memory over depth on the left, loss curves on the right."""
+    figure = new_figure(11.5, 4.6)
     left, right = figure.subplots(1, 2)
     _memory(left, peaks, size)
     _losses(right, runs, size)
@@ -32,45 +27,47 @@ def draw(path: Path, runs: Sequence[Training], peaks: dict[Memory, list[int]], s
     figure.savefig(path, dpi=140)
 
 
-def _memory(ax: Any, peaks: dict[Memory, list[int]], size: Size) -> None:
+def _memory(ax: Any, peaks: dict[Mode, list[int]], size: Size) -> None:
     for memory in MODES:
+        colour, marker = style_of(memory)
         heights = [peak / 2**20 for peak in peaks[memory]]
-        ax.plot(size.depths, heights, color=COLOURS[memory], marker=MARKERS[memory], lw=2, label=memory)
+        ax.plot(size.depths, heights, color=colour, marker=marker, lw=2, label=memory)
         ax.annotate(
-            show_size(peaks[memory][-1]), (size.depths[-1], heights[-1]), xytext=(-6, 7), textcoords="offset points",
-            ha="right", fontsize=9, color=COLOURS[memory],
+            format_bytes(peaks[memory][-1]), (size.depths[-1], heights[-1]), xytext=(-6, 7), textcoords="offset points",
+            ha="right", fontsize=9, color=colour,
         )  # fmt: skip
     ax.set(title="Activation memory at the peak of a step", xlabel="blocks", ylabel="MiB", xticks=size.depths)
     ax.set_ylim(0, 1.1 * max(map(max, peaks.values())) / 2**20)
 
 
 def _losses(ax: Any, runs: Sequence[Training], size: Size) -> None:
-    """The longest curve thin, and on it the shorter ones as marks: where they are equal, they lie on it."""
+    """The longest curve as a thin line, the shorter ones as markers, which lie on it where they are equal."""
     for run in sorted(runs, key=lambda run: -len(run.losses)):
+        colour, marker = style_of(run.memory)
         steps = range(1, len(run.losses) + 1)
         if len(run.losses) == size.steps:
-            ax.plot(steps, run.losses, color=COLOURS[run.memory], lw=1.6, label=run.memory)
+            ax.plot(steps, run.losses, color=colour, lw=1.6, label=run.memory)
             continue
         gap = max(1, size.compared // 12)
         shift = gap // 2 if run.memory == "checkpoint" else 0
         ax.plot(
             steps[shift::gap], run.losses[shift::gap], ls="", ms=6, zorder=3,
-            marker=MARKERS[run.memory], color=COLOURS[run.memory], mec="black", mew=0.5, label=run.memory,
+            marker=marker, color=colour, mec="black", mew=0.5, label=run.memory,
         )  # fmt: skip
     ax.axvline(size.compared, color="#555555", lw=1, ls=":")
     ax.annotate(
         f"compared to the bit\nup to step {size.compared}", (size.compared, 0.97), xycoords=("data", "axes fraction"),
         xytext=(6, 0), textcoords="offset points", va="top", fontsize=9, color="#555555",
     )  # fmt: skip
-    ax.set(title=f"Training loss, {size.depth} blocks, one seed", xlabel="step", ylabel="nats a character")
+    ax.set(title=f"Training loss, {size.depth} blocks, one seed", xlabel="step", ylabel="nats per character")
 
 
-def bars(peaks: dict[Memory, list[int]], size: Size) -> Any:
-    """The memory over depth as a table with a bar for each figure."""
+def bars(peaks: dict[Mode, list[int]], size: Size) -> Any:
+    """The memory over depth as a table with a bar per row."""
     from rich.table import Table
     from rich.text import Text
 
-    most = max(max(found) for found in peaks.values())
+    most = max(max(of_mode) for of_mode in peaks.values())
     table = Table(box=None, title="Activation memory at the peak of a step", title_justify="left", padding=(0, 1))
     table.add_column("blocks", justify="right")
     table.add_column("memory")
@@ -80,5 +77,5 @@ def bars(peaks: dict[Memory, list[int]], size: Size) -> Any:
         for memory in MODES:
             peak = peaks[memory][i]
             bar = Text("█" * max(1, round(WIDE * peak / most)), style=RICH[memory])
-            table.add_row(str(depth) if memory == MODES[0] else "", memory, show_size(peak), bar)
+            table.add_row(str(depth) if memory == MODES[0] else "", memory, format_bytes(peak), bar)
     return table

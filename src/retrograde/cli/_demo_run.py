@@ -1,4 +1,4 @@
-"""The work of `retrograde demo`: one deep character model trained in three memory modes, and its memory over depth."""
+"""The work of `retrograde demo`: a deep character model trained in three memory modes, and its memory over depth."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from retrograde.diagnose import MemoryTracker
+from retrograde.measure import MemoryTracker
 from retrograde.models import ReversibleLM
 
-Memory = Literal["store", "checkpoint", "reverse"]
-MODES: tuple[Memory, ...] = ("store", "checkpoint", "reverse")
+Mode = Literal["store", "checkpoint", "reverse"]
+MODES: tuple[Mode, ...] = ("store", "checkpoint", "reverse")
 RATE = 3e-3
-GRID = 14  # bits: streams up to 1024 are exact
-Tell = Callable[[int, float, float, int], None]  # step, loss, tokens a second, peak bytes
+GRID_BITS = 14  # streams up to 1024 are exact
+OnStep = Callable[[int, float, float, int], None]  # step, loss, tokens per second, peak bytes
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything. All modes are compared over `compared` steps; one of them trains for all `steps`."""
+    """The sizes of everything. All modes are compared over `compared` steps; one of them trains for all `steps`."""
 
     depth: int = 48
     width: int = 64
@@ -41,12 +41,12 @@ QUICK = Size(width=16, heads=2, batch=2, length=16, steps=6, compared=4, depths=
 
 @dataclass(frozen=True)
 class Training:
-    """A run in one memory mode: each loss, seconds a step, the peak of a step in bytes, and the weights.
+    """A run in one memory mode: each loss, seconds per step, the peak of a step in bytes, and the weights.
 
-    The peak leaves out the parameters and their gradients. The weights are those after `Size.compared` steps.
+    The peak does not count the parameters and their gradients. The weights are those after `Size.compared` steps.
     """
 
-    memory: Memory
+    memory: Mode
     losses: list[float]
     seconds: float
     peak: int
@@ -58,11 +58,11 @@ class Training:
         return same and self.losses[:steps] == other.losses[:steps]
 
     def figures(self) -> dict[str, Any]:
-        return {"memory": self.memory, "losses": self.losses, "seconds_a_step": self.seconds, "peak": self.peak}
+        return {"memory": self.memory, "losses": self.losses, "seconds_per_step": self.seconds, "peak": self.peak}
 
 
 class Corpus:
-    """The reference that comes with every Python, as numbers."""
+    """The reference documentation that comes with every Python, as numbers."""
 
     def __init__(self) -> None:
         from pydoc_data.topics import topics
@@ -83,22 +83,23 @@ class Corpus:
         return self.numbers[starts + torch.arange(size.length + 1)]
 
 
-def build(corpus: Corpus, size: Size, memory: Memory, *, depth: int | None = None) -> ReversibleLM:
+def build(corpus: Corpus, size: Size, memory: Mode, *, depth: int | None = None) -> ReversibleLM:
     depth = depth or size.depth
-    model = ReversibleLM(len(corpus.characters), size.width, depth, size.heads, memory=memory, exact=GRID)
-    nn.init.normal_(model.embed.weight, std=size.width**-0.5)  # not to be drowned by the updates of a deep stack
+    vocabulary = len(corpus.characters)
+    model = ReversibleLM(vocabulary, size.width, depth, size.heads, memory=memory, exact=True, grid_bits=GRID_BITS)
+    nn.init.normal_(model.embed.weight, std=size.width**-0.5)  # large compared with the updates of a deep stack
     return model
 
 
 def train(
-    corpus: Corpus, size: Size, memory: Memory, *, steps: int, seed: int, tell: Tell
+    corpus: Corpus, size: Size, memory: Mode, *, steps: int, seed: int, on_step: OnStep
 ) -> tuple[ReversibleLM, Training]:
-    """Train for so many steps. The weights at the start and the batches depend on the seed alone."""
+    """Train for so many steps. The initial weights and the batches depend only on the seed."""
     torch.manual_seed(seed)
     model = build(corpus, size, memory)
     peak = peak_of(model, corpus.batch(size, torch.Generator().manual_seed(seed + 1)))
     optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _slope(step, size.steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate_factor(step, size.steps))
     generator = torch.Generator().manual_seed(seed + 1)
     losses: list[float] = []
     weights: list[Tensor] = []
@@ -113,32 +114,31 @@ def train(
         losses.append(loss.item())
         if step == size.compared:
             weights = [parameter.detach().clone() for parameter in model.parameters()]
-        tell(step, losses[-1], step * size.batch * size.length / (time.perf_counter() - began), peak)
+        on_step(step, losses[-1], step * size.batch * size.length / (time.perf_counter() - began), peak)
     return model, Training(memory, losses, (time.perf_counter() - began) / steps, peak, weights)
 
 
-def _slope(step: int, steps: int) -> float:
-    """Of the learning rate: up over the first steps, then down to nearly nothing."""
-    warm = max(1, steps // 8)
-    return min((step + 1) / warm, max(0.02, (steps - step) / (steps - warm)))
+def _rate_factor(step: int, steps: int) -> float:
+    """The factor of the learning rate: a linear warm-up, then a linear decay to nearly zero."""
+    warmup = max(1, steps // 8)
+    return min((step + 1) / warmup, max(0.02, (steps - step) / (steps - warmup)))
 
 
 def peak_of(model: ReversibleLM, tokens: Tensor) -> int:
     """Bytes at the peak of a forward and a backward pass, less the parameters and their gradients."""
-    model.loss(tokens).backward()  # so that the gradients are there to be ignored
+    model.loss(tokens).backward()  # so that there are gradients to ignore
     with MemoryTracker(ignore=[model, tokens]) as tracker:
         model.loss(tokens).backward()
     model.zero_grad()
-    peak: int = tracker.peak
-    return peak
+    return tracker.peak
 
 
-def sweep(corpus: Corpus, size: Size, seed: int, tell: Callable[[int], None]) -> dict[Memory, list[int]]:
+def sweep(corpus: Corpus, size: Size, seed: int, on_depth: Callable[[int], None]) -> dict[Mode, list[int]]:
     """The peak of a step at each depth, in each mode."""
     tokens = corpus.batch(size, torch.Generator().manual_seed(seed + 1))
-    peaks: dict[Memory, list[int]] = {memory: [] for memory in MODES}
+    peaks: dict[Mode, list[int]] = {memory: [] for memory in MODES}
     for depth in size.depths:
-        tell(depth)
+        on_depth(depth)
         for memory in MODES:
             torch.manual_seed(seed)
             peaks[memory].append(peak_of(build(corpus, size, memory, depth=depth), tokens))
@@ -146,9 +146,9 @@ def sweep(corpus: Corpus, size: Size, seed: int, tell: Callable[[int], None]) ->
 
 
 def sample(model: ReversibleLM, corpus: Corpus, size: Size, seed: int) -> list[str]:
-    """What the model makes of a beginning, a few times, no longer than the texts it was trained on."""
+    """A few continuations of a prompt, no longer than the texts that the model was trained on."""
     generator = torch.Generator().manual_seed(seed + 2)
-    beginnings = corpus.encode("The ").expand(size.samples, -1)
-    steps = size.length - beginnings.shape[1]
-    found = model.generate(beginnings, steps, temperature=0.7, top_k=20, generator=generator)
-    return [corpus.decode(row) for row in found]
+    prompts = corpus.encode("The ").expand(size.samples, -1)
+    steps = size.length - prompts.shape[1]
+    texts = model.generate(prompts, steps, temperature=0.7, top_k=20, generator=generator)
+    return [corpus.decode(text) for text in texts]

@@ -1,11 +1,11 @@
-"""How commands end: a sentence on the error stream, and a status by the usual conventions."""
+"""How commands end: a table or a picture, or a sentence on the error stream and a status by the usual conventions."""
 
 from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,20 +21,47 @@ def fail(message: str, status: int) -> NoReturn:
 
 
 @contextmanager
+def ending_on(*errors: type[Exception], status: int = WRONG_USAGE, prefix: str = "") -> Iterator[None]:
+    """Around the work of a command: these errors end it with their sentence.
+
+    What a user's code prints goes to the error stream: it is not part of the result.
+    """
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    except errors as error:
+        fail(f"{prefix}{error}", status)
+
+
+@contextmanager
 def telling(what: str) -> Iterator[None]:
     """Around a user's code: what it raises ends the command with a sentence, and the line it comes from."""
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
+    except typer.Exit:  # a sentence was printed already
+        raise
     except Exception as error:  # whatever a user's code raises
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"({Path(frame.filename).name}, line {frame.lineno})"
-        fail(f"{what} {type(error).__name__}: {error} {where}", FAULT)
+        notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))  # which branch and block, for one
+        fail(f"{what} {type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno}){notes}", FAULT)
 
 
-def draw(drawable: Any, path: Path) -> None:
-    """Write a picture, and say where it is."""
-    try:
-        drawable.plot(path)
-    except (ImportError, OSError, ValueError) as error:
-        fail(f"--plot {path}: {error}", WRONG_USAGE)
-    print(f"The picture is in {path}.", file=sys.stderr)
+def show(table: Any, lines: Iterable[str]) -> None:
+    """Print a table in colour where the terminal has it, and lines below it."""
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 1000  # a file has no edge at which columns would be cut
+    console.print(table)
+    for line in lines:
+        console.print(line, markup=False)
+
+
+def draw(drawable: Any, path: Path | None) -> None:
+    """Write a picture, if there is a path for it, and say where it is."""
+    if path is not None:
+        with ending_on(ImportError, OSError, ValueError, prefix=f"--plot {path}: "):
+            drawable.plot(path)
+        print(f"The picture is in {path}.", file=sys.stderr)

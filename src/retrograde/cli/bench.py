@@ -2,45 +2,51 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 
+from retrograde.measure.formatting import parse_size
+from retrograde.measure.stacks import stacks_of
+from retrograde.measure.targets import Target, TargetError, load
+from retrograde.measure.training_step import step_seconds
+
 from ._bench_picture import Picture, table
-from ._bench_run import Bench, Row, Way, own_model, ways_of
-from ._ending import FAULT, WRONG_USAGE, draw, fail, telling
-from ._target import Target, TargetError, load
-from ._threads import Threads, on_threads
+from ._bench_run import Row, Way, default_target, measure, ways_of
+from ._ending import FAULT, draw, ending_on, show, telling
+from ._measuring import on_threads, progress_bar
+from ._options import Plot, Threads
 
 
 def bench(
     target: Annotated[
         str | None,
         typer.Argument(
-            help="module:factory, or path/to/file.py:factory. **It is run as Python.** Without one: a small "
-            "ReversibleLM of the package.",
+            help="module:factory, or path/to/file.py:factory. **It is run as Python.** Without a target, a small "
+            "ReversibleLM of the package is measured.",
             show_default=False,
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=2, help="How many times each way is timed.")] = 15,
+    rounds: Annotated[int, typer.Option(min=2, help="How many times each mode is timed.")] = 15,
     threads: Threads = None,
     budget: Annotated[
-        str | None, typer.Option("--plan", help="Also the fastest plan within this size, as 2GiB.", show_default=False)
+        str | None,
+        typer.Option(
+            "--plan", help="Also measure the fastest plan within this size, such as 2GiB.", show_default=False
+        ),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write the picture to this file.", show_default=False)] = None,
+    plot: Plot = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, and nothing else.")] = False,
 ) -> None:
     """Measure time and memory of a model in each memory mode.
 
-    Training steps (forward and backward) run with everything stored, with a checkpoint of every block,
-    reversing, reversing on the exact grid where the couplings have one, and partial, in shuffled order
-    in one process, round after round:
+    Training steps (forward and backward) run in the modes store, checkpoint, reverse and selective, and in reverse
+    on the exact grid if the couplings have one. The modes are interleaved in one process: they run in a new random
+    order in every round.
 
         # my_model.py
         def make():
@@ -50,81 +56,42 @@ def bench(
         retrograde bench my_model.py:make --rounds 40 --threads 1 --plot time-and-memory.png
         retrograde bench my_model.py:make --plan 2GiB --json > bench.json
 
-    Time is a ratio to storing, taken round by round: the median, and the quartiles beside it. The peak is
-    the bytes of all tensors that a step makes, the gradients of parameters among them.
+    Time is the ratio to store in the same round: its median, and its quartiles. The peak is the bytes of all
+    tensors that a training step allocates, including the gradients of the parameters.
 
-    This is about your model. retrograde beside RevTorch, MemCNN and others is `make bench` in the repository.
+    This command measures your model. `make bench` in the repository compares retrograde with RevTorch, MemCNN and
+    others.
 
     Exit status: 0 measured; 1 the model cannot be measured, or no plan fits; 2 wrong usage, or a target that cannot
     be loaded.
     """
-    from retrograde.planning import BudgetError, parse_size
-
-    try:
+    with ending_on(TargetError, ValueError):
         size = None if budget is None else parse_size(budget)
-        with contextlib.redirect_stdout(sys.stderr):  # what a user's code prints is not part of the figures
-            found = own_model() if target is None else load(target)
-    except (TargetError, ValueError) as error:
-        fail(str(error), WRONG_USAGE)
-    try:
-        with contextlib.redirect_stdout(sys.stderr), on_threads(threads) as number:
-            rows, refused = _measured(found, rounds, size)
-    except (BudgetError, ValueError) as error:
-        fail(f"Cannot measure: {error}", FAULT)
-    machine = {"torch": torch.__version__, "threads": number, "device": _device(found), "rounds": rounds}
-    title = f"{found.name}: {machine['device']}, {number} thread{'s' * (number > 1)}, {rounds} rounds"
+        loaded = default_target() if target is None else load(target)
+    with ending_on(ValueError, status=FAULT, prefix="Cannot measure: "), on_threads(threads) as number:
+        rows, refusals = _measure(loaded, rounds, size)
+    device = next((parameter.device.type for parameter in loaded.model.parameters()), "cpu")
+    machine = {"torch": torch.__version__, "threads": number, "device": device, "rounds": rounds}
+    title = f"{loaded.name}: {device}, {number} thread{'s' * (number > 1)}, {rounds} rounds"
     if as_json:
-        print(json.dumps({"model": found.name, **machine, "ways": [asdict(row) for row in rows], "left_out": refused}))
+        ways = [asdict(row) for row in rows]
+        print(json.dumps({"model": loaded.name, **machine, "ways": ways, "left_out": refusals}))
     else:
-        _show(rows, title)
-    for sentence in refused:
+        show(table(rows, title), [f"The plan: {row.plan}" for row in rows if row.name == "plan"])
+    for sentence in refusals:
         print(sentence, file=sys.stderr)
-    if plot is not None:
-        draw(Picture(rows, title), plot)
+    draw(Picture(rows, title), plot)
 
 
-def _measured(found: Target, rounds: int, budget: int | None) -> tuple[list[Row], list[str]]:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from retrograde._sequence import ReversibleSequence
+def _measure(target: Target, rounds: int, budget: int | None) -> tuple[list[Row], list[str]]:
     from retrograde.planning import plan
-    from retrograde.planning._steps import mean_square
 
-    stacks = [module for module in found.model.modules() if isinstance(module, ReversibleSequence)]
-    if not stacks:
-        raise ValueError(
-            f"{type(found.model).__name__} contains no retrograde.ReversibleSequence. retrograde convert "
-            f"{found.name} shows what making its layers reversible would do."
-        )
+    stacks = list(stacks_of(target.model).values())
     with telling("Cannot measure: a training step raised"):
-        (found.loss or mean_square)(found.model(*found.args, **found.kwargs)).backward()
-        found.model.zero_grad()
-    batch: Any = found.kwargs or found.args
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("measuring", total=None)
-
-        def tell(what: str, done: int, total: int) -> None:
-            bar.update(task, description=f"measuring {what}", completed=done, total=total)
-
-        ways = ways_of(stacks)
+        step_seconds(target.model, target.batch, target.loss)
+    ways = ways_of(stacks)
+    with progress_bar() as tell:
         if budget is not None:
-            planned = plan(found.model, batch, budget, loss=found.loss, progress=tell)
-            ways.append(Way("plan", {stacks[0]: planned.plan}))
-        return Bench(found, stacks).measure(ways, rounds, tell)
-
-
-def _device(found: Target) -> str:
-    return next((parameter.device.type for parameter in found.model.parameters()), "cpu")
-
-
-def _show(rows: list[Row], title: str) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = 120  # a file has no edge at which columns would be cut
-    console.print(table(rows, title))
-    for row in rows:
-        if row.name == "plan":
-            console.print(f"The plan: {row.plan}", markup=False)
+            planned = plan(target.model, target.batch, budget, loss=target.loss, progress=tell)
+            ways.append(Way("plan", {stacks[0]: planned.plan}, ways[0].on_grid))
+        return measure(target, ways, rounds, tell)

@@ -1,4 +1,4 @@
-"""`retrograde demo`: train a deep model, and see that its memory does not grow with depth."""
+"""`retrograde demo`: train a deep model, and show that its memory does not grow with depth."""
 
 from __future__ import annotations
 
@@ -12,28 +12,32 @@ from typing import Annotated, Any
 
 import typer
 
-from ._demo_run import FULL, MODES, QUICK, Corpus, Memory, Size, Training
+from ._demo_run import FULL, MODES, QUICK, Corpus, Mode, Size, Training
 from ._ending import WRONG_USAGE, fail
 
 
 def demo(
-    output: Annotated[Path, typer.Option(help="The folder for picture, figures and sample.")] = Path("demo-output"),
-    quick: Annotated[bool, typer.Option("--quick", help="Everything small: seconds, to see that it runs.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the weights, the batches and the sample.", min=0)] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, and nothing else.")] = False,
+    output: Annotated[Path, typer.Option(help="The folder for the picture, the report and the sample.")] = Path(
+        "demo-output"
+    ),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Run in seconds at small sizes, to check that it works.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="The seed of the weights, the batches and the sample.", min=0)] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the report, as JSON.")] = False,
 ) -> None:
     """Train a 48-block character transformer, and compare memory modes on it. Takes minutes on a CPU.
 
-    The text is the reference that every Python carries, so nothing is downloaded. The model is trained by
-    reversing, then from the same seed with stored activations and with checkpoints; the exact coupling makes
-    the losses of all three equal to the last bit, and you are told whether they are. Then it writes a text, and the
-    memory of a step is measured over depth.
+    The text is the reference documentation that comes with every Python, so nothing is downloaded. The model is
+    trained with memory="reverse", then from the same seed with stored activations and with checkpoints. The exact
+    coupling makes the losses of all three bit-identical, and the command checks that they are. Then the model
+    generates text, and the memory of a step is measured over depth.
 
         retrograde demo
         retrograde demo --seed 3 --output my-demo
         retrograde demo --quick --json
 
-    The folder gets demo.png, report.json and sample.txt.
+    The output folder gets demo.png, report.json and sample.txt.
 
     Exit status: 0 all losses are equal; 1 they are not; 2 wrong usage; 130 interrupted.
     """
@@ -57,31 +61,33 @@ def _demonstrate(size: Size, output: Path, seed: int, as_json: bool) -> bool:
 
     began = time.perf_counter()
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the matrices are small: threads would wait for each other
+    torch.set_num_threads(1)  # the matrices are too small for several threads
     console = _console(as_json)
     corpus = Corpus()
     console.print(
-        f"{len(corpus.numbers):,} characters of Python's own reference, {len(corpus.characters)} different ones. "
-        f"{size.depth} blocks of width {size.width}, {size.batch} × {size.length} characters a step.\n"
+        f"{len(corpus.numbers):,} characters of Python's reference documentation, {len(corpus.characters)} different "
+        f"ones. {size.depth} blocks of width {size.width}, {size.batch} × {size.length} characters per step.\n"
     )
     runs, texts = _trained(corpus, size, seed)
     with console.status("measuring memory over depth …") as status:
         peaks = work.sweep(corpus, size, seed, lambda depth: status.update(f"measuring memory at {depth} blocks …"))
     torch.set_num_threads(threads)
     seconds = time.perf_counter() - began
-    console.print("\nIt writes:")
+    console.print("\nGenerated text:")
     for text in texts:
         console.print("  │ " + text.replace("\n", "\n  │ ") + "\n", markup=False, style="italic")
     equal = _conclude(runs, size, console)
     console.print()
     console.print(picture.bars(peaks, size))
-    _grown(peaks, size, console)
+    _print_growth(peaks, size, console)
     report = {
         "size": asdict(size), "seed": seed, "torch": torch.__version__, "seconds": seconds, "equal": equal,
         "runs": [run.figures() for run in runs], "depths": size.depths, "peaks": peaks, "samples": texts,
     }  # fmt: skip
     _write(output, report, runs, peaks, size)
-    console.print(f"\nThe picture is {output / 'demo.png'}; report.json and sample.txt are beside it. {seconds:.0f} s.")
+    console.print(
+        f"\nThe picture is {output / 'demo.png'}; report.json and sample.txt are in the same folder. {seconds:.0f} s."
+    )
     if as_json:
         print(json.dumps(report, indent=2))
     return equal
@@ -94,7 +100,7 @@ def _console(as_json: bool) -> Any:
 
 
 def _trained(corpus: Corpus, size: Size, seed: int) -> tuple[list[Training], list[str]]:
-    """Reversing first, for all steps, with a sample of what it learned; then the others, as far as compared."""
+    """Train with "reverse" for all steps, and sample from the model; then in the other modes, to compare."""
     from . import _demo_run as work
     from ._bar import Bar
 
@@ -103,10 +109,7 @@ def _trained(corpus: Corpus, size: Size, seed: int) -> tuple[list[Training], lis
     for memory in reversed(MODES):
         steps = size.steps if memory == "reverse" else size.compared
         with Bar(memory, steps) as bar:
-            model, run = work.train(
-                corpus, size, memory, steps=steps, seed=seed,
-                tell=bar.show,
-            )  # fmt: skip
+            model, run = work.train(corpus, size, memory, steps=steps, seed=seed, on_step=bar.show)
         runs.append(run)
         if memory == "reverse":
             texts = work.sample(model, corpus, size, seed)
@@ -114,42 +117,41 @@ def _trained(corpus: Corpus, size: Size, seed: int) -> tuple[list[Training], lis
 
 
 def _conclude(runs: Sequence[Training], size: Size, console: Any) -> bool:
-    """The table of the three runs, and a sentence on whether they are one curve."""
+    """Print the table of the three runs, and whether their losses and weights are equal."""
     from rich import box
     from rich.table import Table
 
-    from retrograde.planning import show_size
+    from retrograde.measure.formatting import format_bytes
 
     reversing = next(run for run in runs if run.memory == "reverse")
     title = f"{size.depth} blocks, one seed, in each memory mode"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
-    for name in ("memory", "peak of a step", "seconds a step", f"loss {size.compared}", "losses and weights"):
+    for name in ("memory", "peak of a step", "seconds per step", f"loss {size.compared}", "losses and weights"):
         justify: Any = "left" if name in ("memory", "losses and weights") else "right"
         table.add_column(name, justify=justify, no_wrap=True)
     different = [run.memory for run in runs if not run.equals(reversing, size.compared)]
     for run in sorted(runs, key=lambda run: MODES.index(run.memory)):
-        figures = (show_size(run.peak), f"{run.seconds:.3f}", f"{run.losses[size.compared - 1]:.6f}")
-        equal = "[bold red]differ[/]" if run.memory in different else "equal to the bit"
+        figures = (format_bytes(run.peak), f"{run.seconds:.3f}", f"{run.losses[size.compared - 1]:.6f}")
+        equal = "[bold red]differ[/]" if run.memory in different else "bit-identical"
         table.add_row(run.memory, *figures, "" if run is reversing else equal)
     console.print(table)
     if different:
-        console.print(f"The losses of {' and '.join(different)} are not those of reversing.", style="bold red")
+        console.print(f"The losses of {' and '.join(different)} differ from those of reverse.", style="bold red")
     else:
         console.print(
-            f"All {size.compared} losses, and all weights after them, are equal to the last bit in the three modes: "
-            "the exact coupling rebuilds what was there.", style="green",
+            f"All {size.compared} losses, and all weights after them, are bit-identical in the three modes: the exact "
+            "coupling recomputes the same activations.", style="green",
         )  # fmt: skip
     return not different
 
 
-def _grown(peaks: dict[Memory, list[int]], size: Size, console: Any) -> None:
-    times = size.depths[-1] / size.depths[0]
-    grown = ", ".join(f"{memory} {found[-1] / found[0]:.2f}" for memory, found in peaks.items())
-    console.print(f"For {times:g} times the blocks, times the memory: {grown}.")
+def _print_growth(peaks: dict[Mode, list[int]], size: Size, console: Any) -> None:
+    growth = ", ".join(f"{memory} × {of_mode[-1] / of_mode[0]:.2f}" for memory, of_mode in peaks.items())
+    console.print(f"Memory of {size.depths[-1] / size.depths[0]:g} times as many blocks: {growth}.")
 
 
 def _write(
-    output: Path, report: dict[str, Any], runs: Sequence[Training], peaks: dict[Memory, list[int]], size: Size
+    output: Path, report: dict[str, Any], runs: Sequence[Training], peaks: dict[Mode, list[int]], size: Size
 ) -> None:
     from ._demo_picture import draw
 

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from retrograde.diagnose import Diagnosis, ExaminationError, examine
+from retrograde.measure.targets import TargetError, load
 
-from ._ending import FAULT, WRONG_USAGE, draw, fail
-from ._target import TargetError, load
+from ._ending import FAULT, WRONG_USAGE, draw, ending_on, fail
+from ._options import Plot, TargetName
 
 
 def doctor(
-    target: Annotated[
-        str,
-        typer.Argument(help="module:factory, or path/to/file.py:factory. **It is run as Python.**", show_default=False),
-    ],
+    target: TargetName,
     as_json: Annotated[bool, typer.Option("--json", help="Print the diagnosis as JSON, and nothing else.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Write the picture to this file.", show_default=False)] = None,
+    plot: Plot = None,
     tolerance: Annotated[float, typer.Option(help="The relative error up to which a block is healthy.")] = 1e-3,
 ) -> None:
     """Examine a model's reversible stacks, block by block, on a sample batch.
 
-    The target names a function without arguments that returns the model and a batch,
-    and if you like a loss. The file is run as Python, like any script:
+    The target names a function without arguments that returns the model, a batch and,
+    optionally, a loss. The file is run as Python, like any script:
 
         # my_model.py
         def make():
@@ -39,29 +34,23 @@ def doctor(
         retrograde doctor my_model.py:make --plot drift.png --tolerance 1e-2
         retrograde doctor my_package.models:make --json > diagnosis.json
 
-    It shows for each block how far rebuilt activations and gradients are from the true ones,
+    It shows for each block how far recomputed activations and gradients are from the true ones,
     what its branches do that a replay must handle, and where memory peaks. If a block is
-    past the tolerance, it tries remedies and tells what each of them changed.
+    past the tolerance, it tries remedies and shows what each of them changed.
 
-    Exit status: 0 healthy; 1 a fault was found, or the model cannot be examined; 2 wrong usage,
+    Exit status: 0 healthy; 1 a fault, or a model that cannot be examined; 2 wrong usage,
     or a target that cannot be loaded.
     """
     if not tolerance > 0:
         fail(f"--tolerance {tolerance:g}: give a relative error greater than 0, as in --tolerance 1e-3.", WRONG_USAGE)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # what a user's code prints is not part of the diagnosis
-            found = load(target)
-            diagnosis = examine(found.model, *found.args, loss=found.loss, tolerance=tolerance, **found.kwargs)
-    except TargetError as error:
-        fail(str(error), WRONG_USAGE)
-    except ExaminationError as error:
-        fail(f"Cannot examine: {error}", FAULT)
+    with ending_on(TargetError), ending_on(ExaminationError, status=FAULT, prefix="Cannot examine: "):
+        loaded = load(target)
+        diagnosis = examine(loaded.model, loaded.batch, loss=loaded.loss, tolerance=tolerance)
     if as_json:
         print(diagnosis.to_json())
     else:
         _show(diagnosis)
-    if plot is not None:
-        draw(diagnosis, plot)
+    draw(diagnosis, plot)
     raise typer.Exit(0 if diagnosis.healthy else FAULT)
 
 
@@ -80,11 +69,9 @@ def _show(diagnosis: Diagnosis) -> None:
         table = Table(title=text.title(stack), title_justify="left", box=None)
         for i, name in enumerate(text.HEADER):
             table.add_column(name, justify="left" if i in (1, len(text.HEADER) - 1) else "right", no_wrap=True)
-        past = {block.index for block in stack.past}
         for block, row in zip(stack.blocks, text.rows(stack), strict=True):
-            table.add_row(
-                *row, style="bold red" if block.index == stack.first_bad else "red" if block.index in past else ""
-            )
+            style = "bold red" if block.index == stack.first_bad else "red" if block in stack.past else ""
+            table.add_row(*row, style=style)
         console.print(table)
         for line in text.behaviours(stack):
             console.print(f"  {line}", markup=False)

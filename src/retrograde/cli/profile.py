@@ -1,27 +1,29 @@
-"""`retrograde profile`: memory over a step of training, in each memory mode, as a picture and a sentence."""
+"""`retrograde profile`: memory over a training step, in each memory mode, as a picture and a sentence."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from retrograde.diagnose import ExaminationError
+from retrograde import diagnose
+from retrograde.diagnose._profile import DEFAULT_MODES
+from retrograde.measure.targets import TargetError, load
+from retrograde.memory import MODES
+from retrograde.network.choices import check_choice
 
-from ._ending import FAULT, WRONG_USAGE, fail
-from ._target import TargetError, load
+from ._ending import FAULT, ending_on
+from ._options import TargetName
 
 
 def profile(
-    target: Annotated[
-        str,
-        typer.Argument(help="module:factory, or path/to/file.py:factory. **It is run as Python.**", show_default=False),
-    ],
+    target: TargetName,
     output: Annotated[Path, typer.Option(help="The folder for memory.png and memory.html.")] = Path("memory-profile"),
-    mode: Annotated[list[str] | None, typer.Option(help="Run this memory mode only; may be given again.")] = None,
+    mode: Annotated[
+        list[str] | None, typer.Option(help="Run only this memory mode; give the option several times for several.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, and nothing else.")] = False,
 ) -> None:
     """Show where the memory of a training step goes: over time, block by block, and at its peak.
@@ -43,27 +45,15 @@ def profile(
 
     Exit status: 0 profiled; 1 the model cannot be profiled; 2 wrong usage, or a target that cannot be loaded.
     """
-    from retrograde.diagnose._profile import MODES
-    from retrograde.diagnose._profile import profile as measure
-
-    known = ("store", "checkpoint", "reverse", "partial", "offload")
-    modes: Any = mode or MODES
-    unknown = [name for name in modes if name not in known]
-    if unknown:
-        fail(f"--mode {unknown[0]}: there is {', '.join(known)}.", WRONG_USAGE)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # what a user's code prints is not part of the profile
-            found = load(target)
-            measured = measure(found.model, *found.args, loss=found.loss, modes=modes, **found.kwargs)
-    except TargetError as error:
-        fail(str(error), WRONG_USAGE)
-    except ExaminationError as error:
-        fail(f"Cannot profile: {error}", FAULT)
+    with ending_on(TargetError, ValueError):
+        for name in mode or ():
+            check_choice("--mode", name, MODES)
+        loaded = load(target)
+    with ending_on(diagnose.ExaminationError, status=FAULT, prefix="Cannot profile: "):
+        measured = diagnose.profile(loaded.model, loaded.batch, modes=mode or DEFAULT_MODES, loss=loaded.loss)
     print(measured.to_json() if as_json else measured.table())
-    try:
+    with ending_on(ImportError, OSError, prefix=f"--output {output}: "):
         output.mkdir(parents=True, exist_ok=True)
         measured.plot(output / "memory.png")
         measured.html(output / "memory.html")
-    except (ImportError, OSError) as error:
-        fail(f"--output {output}: {error}", WRONG_USAGE)
     print(f"The picture is {output / 'memory.png'}, the page {output / 'memory.html'}.", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`retrograde train`: train a language model as a TOML file says."""
+"""`retrograde train`: train a language model configured by a TOML file."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ def train(
     example: Annotated[bool, typer.Option("--example", help="Print a configuration with all keys, and end.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Check configuration and data, and end.")] = False,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="table.key=value", help="In the place of the file's value.")
+        list[str] | None, typer.Option("--set", metavar="table.key=value", help="Override a value of the file.")
     ] = None,
     start: Annotated[
-        Path | None, typer.Option("--from", help="Go on from this checkpoint, not the last.", show_default=False)
+        Path | None, typer.Option("--from", help="Resume from this checkpoint, not the last.", show_default=False)
     ] = None,
     accept_changes: Annotated[
-        bool, typer.Option("--accept-changes", help="Go on although the configuration computes something else now.")
+        bool, typer.Option("--accept-changes", help="Resume even though the configuration changed.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print each event as a line of JSON, and no bar.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print each event as a line of JSON, without a progress bar.")
+    ] = False,
 ) -> None:
     """Train a reversible language model on a text, a folder of texts, or a file of tokens.
 
-    A configuration needs no more than the path of the text; `--example` prints all there is to set.
+    Only the path of the text is required; `--example` prints all settings.
 
         # config.toml
         [data]
@@ -45,13 +47,13 @@ def train(
         retrograde train --example > config.toml
         retrograde train config.toml
         retrograde train config.toml --set training.steps=200 --set output.folder=short
-        torchrun --nproc-per-node 2 -m retrograde.cli train config.toml
+        torchrun --nproc-per-node 2 -m retrograde train config.toml
 
     The output folder gets log.jsonl and checkpoints (safetensors and JSON: nothing in them is run as code).
-    The same command goes on from the last checkpoint after an interrupt, a crash or a kill; on a CPU it ends with
-    the bits of a run that was left alone.
+    The same command resumes from the last checkpoint after an interrupt, a crash or a kill; on a CPU the result is
+    bit-identical to that of an uninterrupted run.
 
-    Exit status: 0 trained, or already finished; 1 the run failed (its good checkpoints are as they were);
+    Exit status: 0 trained, or already finished; 1 the run failed (finished checkpoints are unchanged);
     2 wrong usage or configuration; 130 interrupted, after a checkpoint.
     """
     from retrograde.training import CheckpointError, ConfigError, TrainingError
@@ -68,37 +70,37 @@ def train(
     except (CheckpointError, TrainingError) as error:
         _fail(str(error), FAULT)
     except KeyboardInterrupt:
-        _fail("Stopped at once; the same command goes on from the last checkpoint.", INTERRUPTED)
+        _fail("Stopped at once; the same command resumes from the last checkpoint.", INTERRUPTED)
     raise typer.Exit(INTERRUPTED if stopped else 0)
 
 
-def _leads() -> bool:
+def _is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
 def _fail(message: str, status: int) -> Any:
-    """As `fail`, but a sentence comes once, not from every process that torchrun started."""
-    if not _leads():
+    """Like `fail`, but only the main process of those that torchrun started prints the message."""
+    if not _is_main_process():
         raise typer.Exit(status)
     fail(message, status)
 
 
-def _overrides(given: list[str]) -> dict[str, Any]:
+def _overrides(texts: list[str]) -> dict[str, Any]:
     from retrograde.training._config import ConfigError, parse_value
 
-    found = {}
-    for text in given:
+    overrides = {}
+    for text in texts:
         name, separator, value = text.partition("=")
         if not separator or "." not in name:
             raise ConfigError(f"--set {text}: write table.key=value, as in --set training.steps=200.")
-        found[name.strip()] = parse_value(value.strip())
-    return found
+        overrides[name.strip()] = parse_value(value.strip())
+    return overrides
 
 
 def _run(
     path: Path, overrides: dict[str, Any], check: bool, start: Path | None, accept_changes: bool, as_json: bool
 ) -> bool:
-    """Whether the run was interrupted."""
+    """Run the command; returns whether it was interrupted."""
     from retrograde.training import Options, read_config
     from retrograde.training import train as run
 
@@ -108,8 +110,8 @@ def _run(
         return False
     with _interrupts() as interrupted, _shown(config, as_json) as tell:
         result = run(config, Options(tell=tell, start=start, accept_changes=accept_changes, stop=interrupted))
-    if _leads() and not as_json:
-        _say_how_it_ended(result, config, "command without --from" if start else "command")
+    if _is_main_process() and not as_json:
+        _print_result(result, config, "command without --from" if start else "command")
     return result.step < config.training.steps
 
 
@@ -120,16 +122,16 @@ def _summary(config: Any) -> None:
     corpus = read_corpus(config.data)
     weights = sum(p.numel() for p in build_model(config, corpus.vocabulary).parameters())
     print(
-        f"The configuration is good: {len(corpus.seen):,} tokens to train on, {len(corpus.unseen):,} to evaluate on, "
+        f"The configuration is valid: {len(corpus.seen):,} tokens to train on, {len(corpus.unseen):,} to evaluate on, "
         f"{corpus.vocabulary.size:,} different ones; {config.model.depth} blocks, {weights:,} weights."
     )
 
 
-def _say_how_it_ended(result: Any, config: Any, again: str) -> None:
+def _print_result(result: Any, config: Any, command: str) -> None:
     if result.step == result.began:
         print(f"Already finished: {result.checkpoint} is at step {result.step} of {config.training.steps}.")
     elif result.step < config.training.steps:
-        print(f"Interrupted at step {result.step}: {result.checkpoint}. The same {again} goes on from there.")
+        print(f"Interrupted at step {result.step}: {result.checkpoint}. The same {command} resumes from there.")
     else:
         print(f"Finished at step {result.step}: {result.checkpoint}")
 
@@ -140,7 +142,7 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
     caught: list[int] = []
 
     def note(number: int, frame: Any) -> None:
-        if caught or "RANK" in os.environ:  # several processes would stop at different steps, and wait for each other
+        if caught or "RANK" in os.environ:  # several processes would stop at different steps, and deadlock
             raise KeyboardInterrupt
         caught.append(number)
 
@@ -154,8 +156,8 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def _shown(config: Any, as_json: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Shows events as JSON lines, or as a bar with lines above it."""
-    if as_json or not _leads():
+    """Show events as JSON lines, or as a progress bar with lines above it."""
+    if as_json or not _is_main_process():
         yield lambda event: print(json.dumps(event), flush=True)
         return
     from ._bar import Bar

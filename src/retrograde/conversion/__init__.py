@@ -1,7 +1,7 @@
-"""A model that exists, made reversible: `convert` for transformers' models and lists of residual layers."""
+"""Make an existing model reversible: `convert`, for Hugging Face Transformers models and lists of residual layers."""
 
 from . import recipes as recipes
 from ._convert import Conversion as Conversion
 from ._convert import convert as convert
+from ._gradient_checkpointing import map_gradient_checkpointing as map_gradient_checkpointing
 from ._report import Report as Report
-from ._switches import add_switches as add_switches

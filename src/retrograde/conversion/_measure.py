@@ -1,177 +1,128 @@
-"""How the figures of a `Report` are found."""
+"""How the figures of a `Report` are measured. It is imported on use: `import retrograde` loads no measuring tool."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from retrograde._before import Before
-from retrograde._guard import relative_error
-from retrograde._plan import Memory
-from retrograde._randomness import everyday, read, write
-from retrograde._streams import Streams
-from retrograde._torch_private import tree_flatten
+from retrograde.engine.drift import relative_error, worst_error
+from retrograde.engine.observer import Observer
+from retrograde.engine.preserve import StateSnapshot, preserve
+from retrograde.engine.rng import torch_generators
+from retrograde.measure.batches import call, tensors_in
+from retrograde.measure.loss import Loss, default_loss
+from retrograde.measure.training_step import loss_of, step_tracker
+from retrograde.network.streams import Streams
 
 from ._report import Report
 from ._stack import ConvertedStack
 
-Loss = Callable[[Any], Tensor]
-MODES: tuple[Memory, ...] = ("store", "checkpoint", "reverse")
+MODES = ("store", "checkpoint", "reverse")
 
 
-def measure(
-    model: nn.Module, stack: ConvertedStack, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None
-) -> Report:
-    """Run the model as it was and as it is, on one batch."""
-    bench = _Bench(model, stack, args, kwargs, loss or default_loss)
-    with _left_as_found(model):
+def measure(model: nn.Module, stack: ConvertedStack, batch: Any, loss: Loss | None) -> Report:
+    """Run the original and the converted model on one batch. The model is left as it was."""
+    with preserve(model):  # the stack's memory and route too
+        trial = _Trial(model, stack, batch, loss)
         model.eval()
         with torch.no_grad():
-            with stack.routed("stock"):
-                before = bench.output()
-            after = bench.output()
-        difference = max(
-            (float((a.double() - b.double()).abs().max()) for a, b in zip(_main(before), _main(after), strict=True)),
-            default=0.0,
-        )
-        losses = [float(bench.loss(output)) for output in (before, after)]
+            with stack.routed("original"):
+                before = trial.output()
+            after = trial.output()
+        losses = [float(trial.loss(output)) for output in (before, after)]
         model.train()
-        true, _ = bench.gradients("store")
-        found, seen = bench.gradients("reverse")
-        peaks = bench.peaks()
-    side = seen.side_bytes
+        true, _ = trial.gradients("store")
+        recomputed, streams = trial.gradients("reverse")
+        gradient_error = relative_error(recomputed, true)
+        peaks = trial.peaks()  # adds to the gradients
     return Report(
         recipe=repr(stack.recipe),
-        layers=len(stack.stocks),
+        layers=len(stack),
         branches=stack.parts,
-        logits_difference=difference,
+        logits_difference=float((_main(after).double() - _main(before).double()).abs().max()),
         loss_before=losses[0],
         loss_after=losses[1],
-        gradient_error=relative_error(found, true),
-        drift=seen.drift,
-        side_bits=8 * side / max(seen.elements, 1) / len(stack.stocks),
-        side_bytes=side,
-        stream_bytes=seen.stream_bytes,
+        gradient_error=gradient_error,
+        drift=streams.drift,
+        side_bits=8 * streams.side_bytes / max(streams.elements, 1) / len(stack),
+        side_bytes=streams.side_bytes,
+        stream_bytes=streams.stream_bytes,
         peaks=peaks,
     )
 
 
-def default_loss(output: Any) -> Tensor:
-    """The model's own loss, or the mean square of its first output."""
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(own, Tensor):
-        return own
-    return _main(output)[0].float().square().mean()
+class _Trial:
+    """Runs of a converted model on one batch, all from the same RNG state."""
+
+    def __init__(self, model: nn.Module, stack: ConvertedStack, batch: Any, loss: Loss | None) -> None:
+        self.model, self.stack, self.batch, self.loss = model, stack, batch, loss or default_loss
+        self._rng = StateSnapshot([], torch_generators(dict.fromkeys(p.device for p in model.parameters())))
+
+    def output(self) -> Any:
+        self._rng.restore()
+        return call(self.model, self.batch)
+
+    def step(self) -> None:
+        self._rng.restore()
+        loss_of(self.model, self.batch, self.loss).backward()
+
+    def gradients(self, memory: str) -> tuple[list[Tensor], _StreamStatistics]:
+        """The gradients of one training step, and what was seen of the streams."""
+        statistics = _StreamStatistics(self.stack)
+        self.stack.memory = memory
+        self.model.zero_grad()
+        with self.stack.observed_by(statistics):
+            self.step()
+        return [p.grad for p in self.model.parameters() if p.grad is not None], statistics
+
+    def peaks(self) -> dict[str, int]:
+        """The peak of live bytes in one step of the original model, and of the converted one in each memory mode."""
+        with self.stack.routed("original"):
+            peaks = {"original": self._peak()}
+        for mode in MODES:
+            self.stack.memory = mode
+            peaks[mode] = self._peak()
+        return peaks
+
+    def _peak(self) -> int:
+        self.step()  # what a first run keeps for later ones does not count
+        with step_tracker(self.model, self.batch) as tracker:
+            self.step()  # adds to the gradients that exist already
+        return tracker.peak
 
 
-class _Seen:
-    """What was seen of the streams in one step."""
+class _StreamStatistics(Observer):
+    """How far recomputed streams drift in one step, and how many bytes their side bits take."""
 
-    def __init__(self) -> None:
+    def __init__(self, stack: ConvertedStack) -> None:
+        self._stack = stack
         self.drift, self.side_bytes, self.elements, self.stream_bytes = 0.0, 0, 0, 0
 
+    def on_block(self, block: int, streams: Streams) -> _TrueStreams:
+        for bound in self._stack[block].bound_steps(self._stack.names):
+            if bound.step.has_side_bits:
+                self.side_bytes += bound.step.coupling.side_bits(streams[bound.target]).numel()
+        self.elements = streams[0].numel()
+        self.stream_bytes = streams[0].numel() * streams[0].element_size()
+        return _TrueStreams(self, streams)
 
-class _Seeing:
-    """Holds the true streams before a block, to compare the rebuilt ones with."""
 
-    def __init__(self, seen: _Seen, streams: Streams) -> None:
-        self._seen = seen
+class _TrueStreams:
+    """The true streams before a block, with which the recomputed ones are compared."""
+
+    def __init__(self, statistics: _StreamStatistics, streams: Streams) -> None:
+        self._statistics = statistics
         self._streams = tuple(s.detach().clone() for s in streams)
 
-    def rebuilt(self, streams: Streams) -> Streams:
-        errors = [relative_error(s, true) for s, true in zip(streams, self._streams, strict=True)]
-        self._seen.drift = max(self._seen.drift, *errors)
+    def recomputed(self, streams: Streams) -> Streams:
+        self._statistics.drift = max(self._statistics.drift, worst_error(streams, self._streams))
         return streams
 
 
-class _Bench:
-    def __init__(
-        self, model: nn.Module, stack: ConvertedStack, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss
-    ) -> None:
-        self.model, self.stack, self.args, self.kwargs, self.loss = model, stack, args, kwargs, loss
-        self.state = [(g, read(g)) for g in everyday([p.device for p in model.parameters()])]
-
-    def output(self) -> Any:
-        for generator, state in self.state:
-            write(generator, state)
-        return self.model(*self.args, **self.kwargs)
-
-    def step(self) -> None:
-        self.model.zero_grad(set_to_none=True)
-        self.loss(self.output()).backward()
-
-    def gradients(self, memory: Memory) -> tuple[Tensor, _Seen]:
-        """All gradients in one row, and what was seen of the streams."""
-        seen = _Seen()
-
-        def probe(block: int, streams: Streams) -> _Seeing:
-            for wire in self.stack._blocks()[block].wires(self.stack.names):
-                if wire.step.forgets:
-                    seen.side_bytes += wire.step.coupling.side(streams[wire.target]).numel()
-            seen.elements = streams[0].numel()
-            seen.stream_bytes = streams[0].numel() * streams[0].element_size()
-            return _Seeing(seen, streams)
-
-        before, self.stack.memory = self.stack.memory, memory
-        self.stack.probe = probe
-        try:
-            self.step()
-        finally:
-            self.stack.memory, self.stack.probe = before, None
-        gradients = [p.grad.flatten() for p in self.model.parameters() if p.grad is not None]
-        return torch.cat(gradients) if gradients else torch.zeros(0), seen
-
-    def peaks(self) -> dict[str, int]:
-        """The peak of live bytes in one step, as the model was and with each memory mode."""
-        found: dict[str, int] = {}
-        with self.stack.routed("stock"):
-            found["stock"] = self._peak()
-        before = self.stack.memory
-        try:
-            for mode in MODES:
-                self.stack.memory = mode
-                found[mode] = self._peak()
-        finally:
-            self.stack.memory = before
-        return found
-
-    def _peak(self) -> int:
-        from retrograde.diagnose import MemoryTracker  # here, so that `import retrograde` loads no tool
-
-        self.step()  # what a first run keeps for later ones is not of interest
-        batch = [t for t in tree_flatten((self.args, self.kwargs))[0] if isinstance(t, Tensor)]
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        with MemoryTracker(ignore=[self.model, *gradients, *batch]) as tracker:
-            self.loss(self.output()).backward()  # into the gradients that are there
-        return int(tracker.peak)
-
-
-@contextmanager
-def _left_as_found(model: nn.Module) -> Iterator[None]:
-    """Leave gradients, buffers, generators and training flags as they were."""
-    flags = [(module, module.training) for module in model.modules()]
-    gradients = [(p, p.grad) for p in model.parameters()]
-    before = Before([model], [p.device for p in model.parameters()])
-    try:
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        before.restore()
-
-
-def _main(output: Any) -> list[Tensor]:
-    """The output to compare: logits where there are any, else the first tensor."""
-    if isinstance(output, Tensor):
-        return [output]
+def _main(output: Any) -> Tensor:
+    """The output to compare: the logits if there are any, otherwise the first tensor."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    if isinstance(logits, Tensor):
-        return [logits]
-    values = output.values() if isinstance(output, Mapping) else output
-    return [next(t for t in tree_flatten(list(values))[0] if isinstance(t, Tensor))]
+    return logits if isinstance(logits, Tensor) else tensors_in(output)[0]

@@ -1,43 +1,40 @@
-"""The recipes by which a residual network is made reversible: each says what a layer becomes."""
+"""The recipes that make a residual network reversible: each defines the block that a layer becomes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from retrograde._block import Block
-from retrograde._step import Step
-from retrograde._streams import Merge, Split
 from retrograde.couplings import Additive, Coupling, Scaled
+from retrograde.network.block import Block
+from retrograde.network.choices import check_choice
+from retrograde.network.step import Step
+from retrograde.network.streams import Merge, Split
 
 from ._bdia import SignedHalf
+from ._find import OriginalLayer, Sublayer
 
 Calls = tuple[dict[str, Any], ...]
-
-
-class Updates(Protocol):
-    """A whole layer, or half of one."""
-
-    layer: nn.Module
-
-    def update(self, x: Tensor, arguments: Mapping[str, Any]) -> Tensor: ...
+Part = OriginalLayer | Sublayer
+"""A whole layer, or one of its two sublayers."""
 
 
 class Branch:
-    """`own * x + rest * part(x)`, where the part is given what the model called this layer with.
+    """`own * x + rest * part(x)`, where the part gets the arguments with which the model called this layer.
 
     Args:
-        part: a layer or half of one.
-        index: the layer's number.
+        part: a layer or one of its sublayers.
+        index: the layer's index in the stack.
     """
 
-    def __init__(self, part: Updates, index: int, *, own: float = 0.0, rest: float = 1.0) -> None:
+    def __init__(self, part: Part, index: int, *, own: float = 0.0, rest: float = 1.0) -> None:
         self.part, self.index, self.own, self.rest = part, index, own, rest
-        self.layer = part.layer  # where a tape looks for training flags, buffers and edits
+        self.layer = part.layer  # where the engine looks for training flags, buffers and in-place edits
 
     def __call__(self, x: Tensor, calls: Calls, which: tuple[int, ...], dtype: torch.dtype) -> Any:
         update = self.part.update(x.to(dtype), calls[which[self.index]]).to(x.dtype)
@@ -50,8 +47,8 @@ class Branch:
         return update
 
 
-class DrawnBranch(Branch):
-    """The branch of BDIA. See NOTE [BDIA as a step]: (1 - γ) x + (1 + γ) h(x), where h(x) = layer(x) - x."""
+class BDIABranch(Branch):
+    """(1 - γ) x + (1 + γ) h(x), where h(x) = layer(x) - x and γ is drawn. See NOTE [BDIA as a step]."""
 
     def mixed(self, x: Tensor, update: Tensor) -> Any:
         samples = (x.shape[0], *[1] * (x.ndim - 1)) if x.ndim else ()
@@ -59,66 +56,61 @@ class DrawnBranch(Branch):
         return sign, update * (1 + sign / 2) - sign * x
 
 
-class Recipe(Protocol):
-    """What a layer becomes."""
+class Recipe(ABC):
+    """How a layer is made reversible.
 
-    @property
-    def split(self) -> Split: ...
-    @property
-    def merge(self) -> Merge: ...
-    @property
-    def halves(self) -> bool:
-        """Whether it takes the attention and the feed-forward of a layer apart, where they are found."""
+    Attributes:
+        split: how the two streams start, as in `ReversibleSequence`.
+        merge: how they end.
+        uses_sublayers: whether attention and feed-forward become separate branches, where they can be separated.
+    """
+
+    split: ClassVar[Split] = "duplicate"
+    merge: ClassVar[Merge] = "first"
+    uses_sublayers: ClassVar[bool] = False
 
     def rewires(self, training: bool) -> bool:
-        """Whether it changes the network, in training or in eval."""
+        """Whether it changes the network in training, or in eval."""
+        return True
 
-    def block(self, parts: Sequence[Updates], index: int, layers: int) -> Block:
+    @abstractmethod
+    def block(self, parts: Sequence[Part], index: int, layers: int) -> Block:
         """The block that a layer becomes."""
 
 
 @dataclass(frozen=True)
-class BDIA:
-    """Random averaging of two steps in training, the unchanged network in eval. One side bit an element and layer."""
-
-    split: ClassVar[Split] = "duplicate"
-    merge: ClassVar[Merge] = "first"
-    halves: ClassVar[bool] = False
+class BDIA(Recipe):
+    """Random averaging of two steps in training, the unchanged network in eval. One extra bit per element per layer."""
 
     def rewires(self, training: bool) -> bool:
         return training
 
-    def block(self, parts: Sequence[Updates], index: int, layers: int) -> Block:
+    def block(self, parts: Sequence[Part], index: int, layers: int) -> Block:
         if index == 0:  # the first layer has nothing before it to average with
-            step = _step(Branch(parts[0], index, own=-1.0), Additive())
-        else:
-            step = _step(DrawnBranch(parts[0], index), SignedHalf())
-        return Block(step, order=None if index == layers - 1 else (1, 0))
+            return _alternating(Branch(parts[0], index, own=-1.0), Additive(), layers)
+        return _alternating(BDIABranch(parts[0], index), SignedHalf(), layers)
 
 
 @dataclass(frozen=True)
-class TwoStream:
-    """The block of RevNet and Reformer with the layer's own attention and feed-forward; the streams' mean comes out.
+class TwoStream(Recipe):
+    """The block of RevNet and Reformer with the layer's own attention and feed-forward.
 
-    No side bits. The network is another one: fine-tune it.
+    The output is the mean of the streams. No extra bits are saved. The converted network computes another function:
+    fine-tune it.
 
     Args:
-        scale: a factor of the updates. With 1 each enters one of two streams, and so the mean by half; with 2 the mean
-            gets all of it.
+        scale: a factor of the updates. With 1, each update enters one of the two streams, so half of it enters the
+            mean; with 2, all of it does.
     """
 
     scale: float = 1.0
-    split: ClassVar[Split] = "duplicate"
     merge: ClassVar[Merge] = "mean"
-    halves: ClassVar[bool] = True
+    uses_sublayers: ClassVar[bool] = True
 
-    def rewires(self, training: bool) -> bool:
-        return True
-
-    def block(self, parts: Sequence[Updates], index: int, layers: int) -> Block:
+    def block(self, parts: Sequence[Part], index: int, layers: int) -> Block:
         coupling = Additive() if self.scale == 1 else Scaled(scale=self.scale)
         if len(parts) == 1:
-            return Block(_step(Branch(parts[0], index, own=-1.0), coupling), order=(1, 0))
+            return Block(_layer_step(Branch(parts[0], index, own=-1.0), coupling), order=(1, 0))
         return Block(
             Step(Branch(parts[0], index), target=0, sources=(1,), coupling=coupling, name="attention"),
             Step(Branch(parts[1], index), target=1, sources=(0,), coupling=coupling, name="feed-forward"),
@@ -126,21 +118,16 @@ class TwoStream:
 
 
 @dataclass(frozen=True)
-class Momentum:
+class Momentum(Recipe):
     """`v = beta v + (1 - beta) h(x)`, then `x += v`: the residual network where beta is 0.
 
-    Side bits an element and layer: log2(1 / beta), rounded up; 4 for 1/16.
+    Extra bits per element per layer: log2(1 / beta), rounded up; 4 for 1/16.
     """
 
     beta: float = 1 / 16
     split: ClassVar[Split] = "first"
-    merge: ClassVar[Merge] = "first"
-    halves: ClassVar[bool] = False
 
-    def rewires(self, training: bool) -> bool:
-        return True
-
-    def block(self, parts: Sequence[Updates], index: int, layers: int) -> Block:
+    def block(self, parts: Sequence[Part], index: int, layers: int) -> Block:
         branch = Branch(parts[0], index, own=-1.0)
         return Block(
             Step(branch, target=1, sources=(0,), coupling=Scaled(self.beta, 1 - self.beta), name="velocity"),
@@ -149,37 +136,27 @@ class Momentum:
 
 
 @dataclass(frozen=True)
-class ScaledResidual:
-    """MEFT's: `x[k+1] = keep x[k-1] + layer(x[k])`, nearly the layer itself where keep is small.
+class ScaledResidual(Recipe):
+    """The recipe of MEFT: `x[k+1] = keep x[k-1] + layer(x[k])`, nearly the original layer if keep is small.
 
-    Side bits an element and layer: log2(1 / keep), rounded up; 4 for 1/16.
+    Extra bits per element per layer: log2(1 / keep), rounded up; 4 for 1/16.
     """
 
     keep: float = 1 / 16
-    split: ClassVar[Split] = "duplicate"
-    merge: ClassVar[Merge] = "first"
-    halves: ClassVar[bool] = False
 
-    def rewires(self, training: bool) -> bool:
-        return True
-
-    def block(self, parts: Sequence[Updates], index: int, layers: int) -> Block:
-        step = _step(Branch(parts[0], index), Scaled(keep=self.keep))
-        return Block(step, order=None if index == layers - 1 else (1, 0))
+    def block(self, parts: Sequence[Part], index: int, layers: int) -> Block:
+        return _alternating(Branch(parts[0], index), Scaled(keep=self.keep), layers)
 
 
 @dataclass(frozen=True)
-class Annealed:
-    """`x[k+1] = γ x[k-1] + (1 - γ) x[k] + (1 + γ) h(x[k])` with one γ, which training takes from 0 to 1.
+class Annealed(Recipe):
+    """`x[k+1] = γ x[k-1] + (1 - γ) x[k] + (1 + γ) h(x[k])` with one γ, which training moves from 0 to 1.
 
-    At 0 it is the network as it was, at 1 the leapfrog, which needs no side bits. In between they are
-    log2(1 / γ) an element and layer, rounded up. See `Conversion.anneal`.
+    At 0 it is the original network; at 1 it is the leapfrog scheme, which needs no extra bits. In between they are
+    log2(1 / γ) per element per layer, rounded up. See `Conversion.anneal`.
     """
 
     gamma: float = 0.0
-    split: ClassVar[Split] = "duplicate"
-    merge: ClassVar[Merge] = "first"
-    halves: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.gamma and not 1 / 256 <= self.gamma <= 1:
@@ -188,16 +165,19 @@ class Annealed:
     def rewires(self, training: bool) -> bool:
         return self.gamma > 0
 
-    def block(self, parts: Sequence[Updates], index: int, layers: int) -> Block:
+    def block(self, parts: Sequence[Part], index: int, layers: int) -> Block:
         gamma = self.gamma
         if index == 0 or not gamma:
-            step = _step(Branch(parts[0], index, own=-1.0), Additive())
-        else:
-            step = _step(Branch(parts[0], index, own=-2 * gamma, rest=1 + gamma), Scaled(keep=gamma))
-        return Block(step, order=None if index == layers - 1 else (1, 0))
+            return _alternating(Branch(parts[0], index, own=-1.0), Additive(), layers)
+        return _alternating(Branch(parts[0], index, own=-2 * gamma, rest=1 + gamma), Scaled(keep=gamma), layers)
 
 
-def _step(branch: Branch, coupling: Coupling) -> Step:
+def _alternating(branch: Branch, coupling: Coupling, layers: int) -> Block:
+    """One step, which updates the older stream. The streams then swap roles, except after the last layer."""
+    return Block(_layer_step(branch, coupling), order=None if branch.index == layers - 1 else (1, 0))
+
+
+def _layer_step(branch: Branch, coupling: Coupling) -> Step:
     return Step(branch, target=0, sources=(1,), coupling=coupling, name="layer")
 
 
@@ -215,9 +195,8 @@ RECIPES: dict[str, Recipe] = {
 
 
 def recipe_named(recipe: str | Recipe) -> Recipe:
-    """The recipe of a name; a recipe itself is returned as it is."""
+    """The recipe with a name; a recipe itself is returned unchanged."""
     if not isinstance(recipe, str):
         return recipe
-    if recipe not in RECIPES:
-        raise ValueError(f"recipe={recipe!r} is not known; choose one of {', '.join(map(repr, RECIPES))}.")
+    check_choice("recipe", recipe, RECIPES)
     return RECIPES[recipe]

@@ -1,12 +1,12 @@
-"""The layers of a model as a reversible stack, run in their place.
+"""The layers of a model as a reversible stack, which runs in their place.
 
 NOTE [How a converted model runs]
- The model's own code stays, and so do its layers, their names and their parameters. Only the layers' `forward` is
- exchanged. The model calls its layers in a row; each but the last writes down what it was called with and
- returns a placeholder, and the last runs the stack. What is written down travels with the placeholder, not on a
- module, so that calls in several threads are independent. A placeholder holds NaN: code that reads hidden
- states between two layers gets that, and not numbers that look right. A layer that is handed anything
- but the placeholder of the layer before it refuses.
+ The model's own code stays, and so do its layers, their names and their parameters. Only the `forward` of the layers
+ is replaced. The model calls its layers in a row; each except the last records the arguments of its call and
+ returns a placeholder, and the last one runs the stack. The record travels with the placeholder, not on a
+ module, so that calls in several threads are independent. A placeholder contains NaN: code that reads hidden
+ states between two layers gets NaN, not numbers that look right. A layer whose input is not the placeholder of the
+ layer before it raises an error.
 """
 
 from __future__ import annotations
@@ -22,40 +22,42 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from retrograde._drive import FindProbe, outside_compiled_graphs
-from retrograde._plan import Memory, Plan
-from retrograde._sequence import ReversibleSequence
+from retrograde.engine.exactness import make_exact
+from retrograde.engine.run import outside_compiled_graphs
+from retrograde.memory import Memory
+from retrograde.sequence import ReversibleSequence
 
-from ._find import Branches, Half, Stock, disagreement, halves_of
+from ._find import Branches, OriginalLayer, Sublayer, sublayer_error, sublayers_of
 from ._recipes import Recipe
-from ._returns import Returns, aside, hidden_of, kind_of, returned, without_writing
+from ._returns import ReturnForm, checked_hidden, kind_of_call, return_form, run_isolated, with_copied_caches
 
-AGREES = 1e-5
-AGREES_ROUGHLY = 3e-2  # where sums are rounded to 8 bits
-WIDE = (torch.float32, torch.float64)
+TOLERANCE = 1e-5
+LOW_PRECISION_TOLERANCE = 3e-2  # where sums are rounded to 8 bits
+GRID_DTYPES = (torch.float32, torch.float64)
 
 
 @dataclass
 class Pending:
-    """What the layers so far were called with."""
+    """The calls of the layers so far, and the input of the first one."""
 
     stack: ConvertedStack
     hidden: Tensor
     calls: tuple[dict[str, Any], ...]
-    tried: Tensor | None = None  # what the layers gave when they were tried, for the next one to be tried on
+    trial_output: Tensor | None = None  # of the layer that was tried last, on which the next one is tried
 
 
 class ConvertedStack(ReversibleSequence):
-    """The layers of a model, rewired. It has no parameters of its own: they stay where they were.
+    """The layers of a model, rewired. It has no parameters of its own: they stay in the layers.
 
     Args:
         layers: the model's layers.
         recipe: what each layer becomes.
         memory: as in `ReversibleSequence`.
         exact: as in `ReversibleSequence`.
-        branches: "auto" takes attention and feed-forward apart where a recipe needs it and they are found; "split"
-            insists on it, "whole" never does.
-        first: the number of the first of the layers in the model's list.
+        grid_bits: as in `ReversibleSequence`.
+        branches: "auto" separates attention and feed-forward if the recipe needs it and they can be recognised;
+            "split" requires it, "whole" never does.
+        first: the index of the first of these layers in the model's list.
     """
 
     def __init__(
@@ -63,85 +65,86 @@ class ConvertedStack(ReversibleSequence):
         layers: Sequence[nn.Module],
         recipe: Recipe,
         *,
-        memory: Memory | Sequence[Memory] | Plan = "reverse",
-        exact: bool | int = True,
+        memory: Memory = "reverse",
+        exact: bool = True,
+        grid_bits: int | None = None,
         branches: Branches = "auto",
         first: int = 0,
     ) -> None:
-        stocks = [Stock(layer) for layer in layers]
-        halves = [halves_of(layer) for layer in layers] if recipe.halves and branches != "whole" else []
-        split = [pair for pair in halves if pair is not None]
-        if branches == "split" and len(split) < len(layers):
+        originals = [OriginalLayer(layer) for layer in layers]
+        pairs = [sublayers_of(layer) for layer in layers] if recipe.uses_sublayers and branches != "whole" else [None]
+        if branches == "split" and None in pairs:
             raise ValueError(
-                f"The attention and the feed-forward of {type(layers[0]).__name__} were not found by their names, or "
-                f"do not hold all its parameters, or {type(recipe).__name__} does not take them apart. Use "
-                "branches='whole'."
+                f"The attention and the feed-forward of {type(layers[0]).__name__} cannot be separated: they were not "
+                f"recognised by their names, or do not hold all its parameters, or {type(recipe).__name__} does not "
+                "separate them. Use branches='whole'."
             )
-        parts: list[Any] = [list(pair) for pair in split] if len(split) == len(layers) else [[s] for s in stocks]
+        parts: list[Any] = [[layer] for layer in originals] if None in pairs else pairs
         super().__init__(
             [recipe.block(part, i, len(layers)) for i, part in enumerate(parts)],
             split=recipe.split,
             merge=recipe.merge,
             memory=memory,
             exact=exact,
+            grid_bits=grid_bits,
             overflow="rescale",
         )
         self.recipe = recipe
-        self.stocks = stocks
+        self.originals = originals
         self.branches: Branches = branches
-        self.route: Literal["rewired", "stock"] = "rewired"
-        self.probe: FindProbe | None = None
+        self.route: Literal["rewired", "original"] = "rewired"
         self.first = first
         self.checkpointed: list[nn.Module] = []  # layers whose own checkpointing was on
-        self.returns: list[dict[tuple[Any, ...], Returns]] = [{} for _ in stocks]
-        self._unchecked: list[tuple[Half, Half]] = split if len(split) == len(layers) else []
+        self.return_forms: list[dict[tuple[Any, ...], ReturnForm]] = [{} for _ in originals]
+        self._is_split_checked = False
+
+    def __repr__(self) -> str:
+        return f"ConvertedStack(recipe={self.recipe}, {len(self)} layers, branches={self.parts!r}, {self.extra_repr()})"
 
     @property
     def parts(self) -> str:
         """What the branches are, in words."""
-        return "attention and feed-forward" if len(self._blocks()[0].each_step()) == 2 and self._splits() else "layers"
+        return "attention and feed-forward" if isinstance(self._parts_of_blocks()[0][0], Sublayer) else "layers"
 
-    def _splits(self) -> bool:
-        return any(isinstance(getattr(s.branch, "part", None), Half) for s in self._blocks()[0].each_step())
+    def _parts_of_blocks(self) -> list[list[Any]]:
+        """For each block its layer, or its layer's two sublayers."""
+        return [[step.branch.part for step in block.each_step() if hasattr(step.branch, "part")] for block in self]
 
     def install(self) -> None:
-        """Put the stack in the place of the layers."""
-        for i, stock in enumerate(self.stocks):
-            stock.layer.__dict__["forward"] = functools.partial(_called, self, i)
+        """Replace the forward of the layers."""
+        for i, original in enumerate(self.originals):
+            original.layer.__dict__["forward"] = functools.partial(_forward, self, i)
 
     def remove(self) -> None:
         """Give the layers their own forward back."""
-        for stock in self.stocks:
-            if stock.own_forward is None:
-                stock.layer.__dict__.pop("forward", None)
+        for original in self.originals:
+            if original.own_forward is None:
+                original.layer.__dict__.pop("forward", None)
             else:
-                stock.layer.__dict__["forward"] = stock.own_forward
+                original.layer.__dict__["forward"] = original.own_forward
 
     @contextmanager
-    def routed(self, route: Literal["rewired", "stock"]) -> Iterator[None]:
-        """A context in which the layers run rewired, or as they were."""
+    def routed(self, route: Literal["rewired", "original"]) -> Iterator[None]:
+        """A context in which the layers run rewired, or with their original forward."""
         before, self.route = self.route, route
         try:
             yield
         finally:
             self.route = before
 
-    def change(self, recipe: Recipe) -> None:
-        """Go on with other values of the same recipe."""
-        parts = [[step.branch.part for step in b.each_step() if hasattr(step.branch, "part")] for b in self._blocks()]
+    def change_recipe(self, recipe: Recipe) -> None:
+        """Continue with other values of the same recipe."""
         self.recipe = recipe
-        self._rebuild(parts)
+        self._rebuild(self._parts_of_blocks())
 
     def _rebuild(self, parts: Sequence[Sequence[Any]]) -> None:
-        grid: bool | int = self.exact
-        if grid and (bits := self._blocks()[0].each_step()[0].coupling.bits) is not None:
-            grid = bits  # perhaps a coarser one than at first
+        is_exact, bits = self.exact, self.grid_bits  # perhaps a coarser grid than at first
         self.blocks = nn.ModuleList(self.recipe.block(part, i, len(parts)) for i, part in enumerate(parts))
         self.blocks.train(self.training)
-        for block in self._blocks():
-            block.wires(self.names)
-        if grid is not False:
-            self.exact = grid
+        for block in self:
+            block.bound_steps(self.names)
+        if is_exact:
+            make_exact(list(self), bits)
         self._checked = set()
 
     @outside_compiled_graphs
@@ -149,127 +152,128 @@ class ConvertedStack(ReversibleSequence):
         """Run the stack for a model that has called all of its layers."""
         hidden, calls = pending.hidden, pending.calls
         if torch.is_grad_enabled():
-            calls = tuple(self.trained_with(call) for call in calls)
+            calls = tuple(self.training_arguments(call) for call in calls)
         distinct: list[dict[str, Any]] = []
-        which = tuple(_number(call, distinct) for call in calls)
-        if self._unchecked:
+        which = tuple(_index_among(call, distinct) for call in calls)
+        if not self._is_split_checked:
             self._check_split(hidden, calls)
+            self._is_split_checked = True
         context = {"calls": tuple(distinct), "which": which, "dtype": hidden.dtype}
-        wide = hidden if hidden.dtype in WIDE or not self.exact else hidden.float()
-        output = self(wide, **context)
+        output = self(hidden if hidden.dtype in GRID_DTYPES or not self.exact else hidden.float(), **context)
         assert isinstance(output, Tensor)
         return output.to(hidden.dtype)
 
-    def trained_with(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a layer where gradients are wanted."""
-        stores = set(self.memory.memory) == {"store"}
+    def training_arguments(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a layer in a call with gradients."""
+        stores = all(mode.make_tape is None for mode in self.memory.modes)
         return _without_cache(call, self.first, filled="keep" if stores else "refuse")
 
     def _check_split(self, hidden: Tensor, calls: Sequence[dict[str, Any]]) -> None:
-        """See once, on a real call, that the parts found by name make up each layer."""
-        pairs, self._unchecked = self._unchecked, []
-        precise = hidden.dtype in WIDE and not torch.is_autocast_enabled(hidden.device.type)
-        for i, (stock, pair) in enumerate(zip(self.stocks, pairs, strict=True)):
-            error = disagreement(stock, pair, hidden, _without_cache(calls[i], self.first, filled="drop"))
-            if not error <= (AGREES if precise else AGREES_ROUGHLY):
+        """Check once, on a real call, that the sublayers recognised by name make up each layer."""
+        if self.parts == "layers":
+            return
+        is_precise = hidden.dtype in GRID_DTYPES and not torch.is_autocast_enabled(hidden.device.type)
+        for i, (first, second) in enumerate(self._parts_of_blocks()):
+            arguments = _without_cache(calls[i], self.first, filled="drop")
+            error = sublayer_error(self.originals[i], (first, second), hidden, arguments)
+            if not error <= (TOLERANCE if is_precise else LOW_PRECISION_TOLERANCE):
                 break
         else:
             return
         message = (
-            f"The parts of {type(stock.layer).__name__} found by their names ({pair[0].body}, {pair[1].body}) "
-            f"do not make up the layer: one after the other they differ from it by {error:.2g} in layer {i}."
+            f"The parts of {type(first.layer).__name__} recognised by their names ({first.body}, {second.body}) do not "
+            f"make up the layer: run one after the other, they differ from it by {error:.2g} in layer {i}."
         )
         if self.branches == "split":
             raise ValueError(f"{message} Use branches='whole'.")
-        warnings.warn(f"{message} Each layer is taken as a whole. branches='whole' says so.", stacklevel=7)
-        self._rebuild([[stock] for stock in self.stocks])
+        warnings.warn(
+            f"{message} Each layer becomes one branch; branches='whole' avoids this check and warning.", stacklevel=7
+        )
+        self._rebuild([[original] for original in self.originals])
 
-    def _guarded(self, plan: Plan, running: list[int]) -> FindProbe | None:
-        return self.probe if self.probe is not None else super()._guarded(plan, running)
 
-
-def _called(stack: ConvertedStack, index: int, /, *args: Any, **kwargs: Any) -> Any:
+def _forward(stack: ConvertedStack, index: int, /, *args: Any, **kwargs: Any) -> Any:
     """The forward of a converted layer. See NOTE [How a converted model runs]."""
-    stock = stack.stocks[index]
-    hidden, arguments = stock.arguments(args, kwargs)
-    if stack.route == "stock" or not stack.recipe.rewires(stock.layer.training):
-        return stock(hidden, arguments)
-    _refuse_sharded(stock.layer)
+    original = stack.originals[index]
+    hidden, arguments = original.arguments(args, kwargs)
+    if stack.route == "original" or not stack.recipe.rewires(original.layer.training):
+        return original(hidden, arguments)
+    _check_not_sharded(original.layer)
     pending = Pending(stack, hidden, (arguments,))
     if index:
         before = getattr(hidden, "retrograde_pending", None)
         if before is None or before.stack is not stack or len(before.calls) != index:
             raise RuntimeError(
-                f"Layer {index} of a converted model was not handed what layer {index - 1} returned. The layers of a "
-                "converted list are called one after the other with nothing in between: no layer is left out, "
-                "repeated, or wrapped in a checkpoint, and no hook changes what it returns. (Where torch.compile "
-                "traces the model and its layers return tuples, call it once without.)"
+                f"Layer {index} of a converted model did not get what layer {index - 1} returned. The layers of a "
+                "converted list must be called one after the other with nothing in between: no layer is skipped, "
+                "repeated, or wrapped in a checkpoint, and no hook changes what it returns. (If torch.compile "
+                "traces the model and its layers return tuples, call the model once without it first.)"
             )
-        pending = Pending(stack, before.hidden, (*before.calls, arguments), before.tried)
-    returns = _returns(stack, index, pending)
-    if index + 1 == len(stack.stocks):
-        return returns.around(stack.finish(pending), arguments)
+        pending = Pending(stack, before.hidden, (*before.calls, arguments), before.trial_output)
+    form = _return_form(stack, index, pending)
+    if index + 1 == len(stack.originals):
+        return form.around(stack.finish(pending), arguments)
     placeholder = pending.hidden.detach().new_full((), float("nan")).expand(pending.hidden.shape)
     placeholder.retrograde_pending = pending  # type: ignore[attr-defined]
-    return returns.around(placeholder, arguments)
+    return form.around(placeholder, arguments)
 
 
-def _returns(stack: ConvertedStack, index: int, pending: Pending) -> Returns:
-    """What a layer returns when it is called so. See NOTE [What a layer returns beside its hidden states]."""
-    stock, arguments = stack.stocks[index], pending.calls[-1]
-    unknown = [n for n, v in arguments.items() if hasattr(v, "retrograde_unknown") or hasattr(v, "retrograde_pending")]
-    if unknown:
-        raise ValueError(
-            f"Layer {index} of a converted model was given as {unknown[0]} what a layer before it returned, beside the "
-            "hidden states it works on. That is not known before the last layer is called. If only the first layer "
-            "computes it, leave that one as it is: layers='name.of.list[1:]'."
-        )
-    known, kind = stack.returns[index], kind_of(arguments, stock.layer.training)
-    if kind not in known:
+def _return_form(stack: ConvertedStack, index: int, pending: Pending) -> ReturnForm:
+    """What a layer returns for this kind of call. See NOTE [What a layer returns besides its hidden states]."""
+    original, arguments = stack.originals[index], pending.calls[-1]
+    for name, value in arguments.items():
+        if hasattr(value, "retrograde_unknown") or hasattr(value, "retrograde_pending"):
+            raise ValueError(
+                f"Layer {index} of a converted model got as {name} a value that an earlier layer returned, besides "
+                "its hidden states. It is not known before the last layer is called. If only the first layer computes "
+                "it, leave that one unconverted: layers='name.of.list[1:]'."
+            )
+    forms, kind = stack.return_forms[index], kind_of_call(arguments, original.layer.training)
+    if kind not in forms:
         if torch.compiler.is_compiling():
-            return Returns()
-        x = pending.hidden if pending.tried is None else pending.tried
-        given = without_writing(stack.trained_with(arguments) if torch.is_grad_enabled() else arguments)
-        output = aside(stock.layer, x.device, lambda: stock(x, given))
-        known[kind] = returned(stock.layer, output, x, given)
-        pending.tried = hidden_of(output)
-    return known[kind]
+            return ReturnForm()
+        x = pending.hidden if pending.trial_output is None else pending.trial_output
+        copied = with_copied_caches(stack.training_arguments(arguments) if torch.is_grad_enabled() else arguments)
+        output = run_isolated(original.layer, x.device, lambda: original(x, copied))
+        pending.trial_output = checked_hidden(original.layer, output, x)
+        forms[kind] = return_form(original.layer, output, copied)
+    return forms[kind]
 
 
-def _refuse_sharded(layer: nn.Module) -> None:
-    """Raise for a layer that FSDP2 gathers for its own call, which ends before the stack runs it."""
+def _check_not_sharded(layer: nn.Module) -> None:
+    """Raise for a layer whose parameters FSDP2 gathers for its own call, which ends before the stack runs it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and isinstance(layer, fsdp.FSDPModule):
         raise RuntimeError(
             f"{type(layer).__name__} was given to fully_shard by itself, and is a layer of a converted model: its "
             "parameters are gathered while it is called, but it runs after that, when the last layer is called. "
-            "Shard its parts (normalisations, attention, feed-forward) one by one and then the model, or the model "
-            "alone."
+            "Shard its parts (normalisations, attention, feed-forward) one by one and then the model, or only the "
+            "model."
         )
 
 
-def _number(call: dict[str, Any], distinct: list[dict[str, Any]]) -> int:
-    """The place of a call among the distinct ones, to which it is added if it is new."""
-    for i, seen in enumerate(distinct):
-        if seen.keys() == call.keys() and all(seen[name] is call[name] for name in call):
+def _index_among(call: dict[str, Any], distinct: list[dict[str, Any]]) -> int:
+    """The index of a call among the distinct ones, to which it is added if it is new."""
+    for i, other in enumerate(distinct):
+        if other.keys() == call.keys() and all(other[name] is call[name] for name in call):
             return i
     distinct.append(call)
     return len(distinct) - 1
 
 
 def _without_cache(call: Mapping[str, Any], first: int, *, filled: Literal["keep", "drop", "refuse"]) -> dict[str, Any]:
-    """The arguments without an empty key-value cache, which a branch that runs twice would write into twice.
+    """The arguments without an empty key-value cache, to which a branch that runs twice would write twice.
 
-    In all memory modes alike: keys that go through a cache are laid out otherwise, and give other bits. Layers before
-    the `first` may have written into it.
+    In all memory modes alike: keys that pass through a cache have another memory layout, and give other bits. Layers
+    before the `first` may have written to it.
     """
     caches = {name: value for name, value in call.items() if hasattr(value, "get_seq_length")}
     for name, cache in list(caches.items()):
-        if not (held := _held(cache, first)) or filled == "drop":
+        if not (content := _cache_content(cache, first)) or filled == "drop":
             continue
         if filled == "refuse":
             raise ValueError(
-                f"{name} holds {held}, and gradients are wanted. The backward pass runs each layer "
+                f"{name} holds {content}, and gradients are enabled. The backward pass runs each layer "
                 "again, which would write to the cache twice: use torch.no_grad(), or memory='store'."
             )
         del caches[name]
@@ -277,8 +281,8 @@ def _without_cache(call: Mapping[str, Any], first: int, *, filled: Literal["keep
     return {**without, "use_cache": False} if caches and "use_cache" in call else without
 
 
-def _held(cache: Any, first: int) -> str:
-    """What a cache holds for the first layer, in words; none if it is empty."""
+def _cache_content(cache: Any, first: int) -> str:
+    """What a cache contains for the first layer, in words; "" if it is empty."""
     try:
         positions = int(cache.get_seq_length(first) if first else cache.get_seq_length())
     except ValueError:  # a cache of recurrent states, which have no positions

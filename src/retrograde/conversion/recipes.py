@@ -1,4 +1,4 @@
-"""The recipes of `convert`, with their values."""
+"""The recipes of `convert`, with their parameters."""
 
 from ._recipes import BDIA as BDIA
 from ._recipes import Annealed as Annealed

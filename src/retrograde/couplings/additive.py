@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ._base import Coupling
+from .base import Coupling
 
 
 @dataclass(frozen=True)

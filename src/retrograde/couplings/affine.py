@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._base import Coupling, describe, same_shape
+from .base import Coupling, describe, why_not_same_shape
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Affine(Coupling):
         log_scale, shift = self._parts(update)
         return (combined - shift) * (-log_scale).exp()
 
-    def fit(self, target: Tensor, update: Any) -> str | None:
+    def why_not(self, target: Tensor, update: Any) -> str | None:
         if isinstance(update, Tensor):
             if update.ndim == 0 or update.shape[self.dim] % 2:
                 return f"returned {describe(update)}, which does not halve along dim {self.dim}"
@@ -40,8 +40,8 @@ class Affine(Coupling):
                 f"returned {describe(update)}, but an affine coupling takes (log_scale, shift) "
                 f"or one tensor twice as wide along dim {self.dim}"
             )
-        complaints = [same_shape(target, part) for part in self._halves(update)]
-        return next(filter(None, complaints), None)
+        reasons = [why_not_same_shape(target, part) for part in self._halves(update)]
+        return next(filter(None, reasons), None)
 
     def _halves(self, update: Any) -> tuple[Tensor, Tensor]:
         log_scale, shift = update.chunk(2, self.dim) if isinstance(update, Tensor) else update

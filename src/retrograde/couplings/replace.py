@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ._base import Coupling, describe
+from .base import Coupling, describe
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Replace(Coupling):
     """The update takes the stream's place: for stage transitions that change shape or width.
 
     Nothing of the old stream is left, so a block with such a step cannot be reversed: its
-    memory must be "checkpoint" or "store".
+    memory must be "checkpoint" or "store" (with "reverse" it is checkpointed).
     """
 
     invertible = False
@@ -26,5 +26,5 @@ class Replace(Coupling):
     def separate(self, combined: Tensor, update: Tensor) -> Tensor:
         raise NotImplementedError("couplings.Replace forgets its target and has no inverse.")
 
-    def fit(self, target: Tensor, update: Any) -> str | None:
+    def why_not(self, target: Tensor, update: Any) -> str | None:
         return None if isinstance(update, Tensor) else f"returned {describe(update)}, not a tensor"

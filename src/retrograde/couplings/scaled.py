@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ._base import Coupling
+from .base import Coupling
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Scaled(Coupling):
 
     It covers momentum networks (`keep=gamma, scale=1-gamma`), midpoint and leapfrog (`scale=2h`) and
     MEFT (`keep=λ`). The inverse divides by `keep`, and so magnifies rounding errors by
-    `1/keep` a step: a small `keep` at depth needs anchors or an exact coupling.
+    `1/keep` per step: a small `keep` at depth needs anchors or an exact coupling.
     """
 
     keep: float = 1.0
@@ -29,9 +29,9 @@ class Scaled(Coupling):
             )
 
     def combine(self, target: Tensor, update: Tensor) -> Tensor:
-        kept = target if self.keep == 1 else target * self.keep
-        return kept + (update if self.scale == 1 else update * self.scale)
+        scaled = target if self.keep == 1 else target * self.keep
+        return scaled + (update if self.scale == 1 else update * self.scale)
 
     def separate(self, combined: Tensor, update: Tensor) -> Tensor:
-        kept = combined - (update if self.scale == 1 else update * self.scale)
-        return kept if self.keep == 1 else kept / self.keep
+        scaled = combined - (update if self.scale == 1 else update * self.scale)
+        return scaled if self.keep == 1 else scaled / self.keep

@@ -1,18 +1,13 @@
 """Tools that look at a run from outside. Nothing in the engine imports them.
 
-`examine` is the doctor: what a model's reversible blocks lose, what their branches do, and what to change.
-`MemoryTracker` counts the bytes of live tensors.
+`examine` is the doctor: how far recomputed streams and gradients are off, what branches do, and what to change.
+`profile` shows where the memory of a training step goes.
 """
 
-from retrograde._decide import Flips as Flips
-from retrograde._decide import counting_flips as counting_flips
+from retrograde.engine.decisions import Flips as Flips
+from retrograde.engine.decisions import counting_flips as counting_flips
 
 from ._examine import examine as examine
-from ._memory import Event as Event
-from ._memory import Holding as Holding
-from ._memory import MemoryTracker as MemoryTracker
-from ._memory import Phase as Phase
-from ._memory import holdings as holdings
 from ._profile import BlockMemory as BlockMemory
 from ._profile import ModeProfile as ModeProfile
 from ._profile import Part as Part

@@ -1,30 +1,33 @@
-"""One run of a user's model, forward and backward, under a plan and a remedy; what it gives is compared elsewhere."""
+"""Runs of a user's model, forward and backward, under plans and remedies; what they give is compared elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from retrograde._block import Block
-from retrograde._plan import Memory, Plan
-from retrograde._sequence import ReversibleSequence
-from retrograde._step import Step
-from retrograde._torch_private import tree_flatten, tree_unflatten
+from retrograde.engine.preserve import preserve
+from retrograde.engine.torch_internals import tree_map
+from retrograde.measure.batches import arguments, detached_leaf, tensors_in
+from retrograde.measure.loss import Loss, check_loss, default_loss
+from retrograde.measure.memory_tracker import Event, MemoryTracker
+from retrograde.measure.stacks import stacks_of
+from retrograde.memory import Mode, Plan
+from retrograde.network.step import Step
+from retrograde.sequence import ReversibleSequence
 
-from ._branches import CopyingReader
-from ._compare import noise_like
-from ._memory import Event, MemoryTracker
+from ._branches import parameters_of
 from ._report import ExaminationError, Peak
-from ._snapshot import parameters_of, unchanged
-from ._watch import Look, Redirected, StackLog, Walks, Where
+from ._watch import StackLog, StackObserver, StackRun, Tell
 
-Loss = Callable[[Any], Tensor]
+Result = TypeVar("Result")
 Plans = dict[ReversibleSequence, Plan]
+Look = Callable[[StackRun], StackObserver]
+"""What is watched in a run: makes the observer of each stack."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Setup:
     widen: Mapping[ReversibleSequence, torch.dtype] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Gradients:
     """The gradients of one run: of each parameter, and of what entered each stack."""
 
@@ -43,178 +46,173 @@ class Gradients:
     inputs: dict[ReversibleSequence, list[Tensor]]
 
 
-def default_loss(output: Any) -> Tensor:
-    """The mean squared distance of all floating-point tensors in an output from fixed random numbers.
+@dataclass(frozen=True)
+class Run:
+    """A forward pass: its loss, what was seen of each stack, and what can have a gradient."""
 
-    Not their mean square itself: behind a normalisation that is a constant, which has no gradient to compare.
-    """
-    found = [v for v in tree_flatten(output)[0] if isinstance(v, Tensor) and v.is_floating_point()]
-    if not found:
-        raise ExaminationError(
-            f"The model returned {type(output).__name__} without a floating-point tensor in it, of which no loss can "
-            "be made. Give a loss: a function of the output that returns a scalar."
-        )
-    return torch.stack([_distance(t) for t in found]).sum()
+    loss: Tensor
+    logs: dict[ReversibleSequence, StackLog]
+    parameters: Sequence[nn.Parameter]
+    batch: Sequence[Tensor]
+
+    def gradients(self) -> Gradients:
+        """Run the backward pass."""
+        inputs = [t for log in self.logs.values() for t in log.inputs]
+        wanted = [*self.parameters, *inputs] or self.batch
+        gradients: Sequence[Tensor | None] = torch.autograd.grad(self.loss, wanted, allow_unused=True)
+        present = {tensor: g for tensor, g in zip(wanted, gradients, strict=True) if g is not None}
+        by_parameter = {p: present[p] for p in self.parameters if p in present}
+        by_stack = {stack: [present[t] for t in log.inputs if t in present] for stack, log in self.logs.items()}
+        return Gradients(by_parameter, by_stack)
 
 
-def _distance(tensor: Tensor) -> Tensor:
-    wide = tensor if tensor.dtype == torch.float64 else tensor.float()
-    (aim,) = noise_like([wide.new_empty(wide.shape[-1:])])  # one number a feature: a whole tensor would cost memory
-    return (wide - aim.to(wide.dtype)).square().mean()
+class Course(list[Event]):
+    """A tracker's events; their phase is the place that the run was at. At `turn` the backward pass starts."""
+
+    turn = 0
+    _place = "forward, before the stack"
+
+    def go(self, place: str) -> None:
+        if place.startswith("backward") and not self.turn:
+            self.turn = len(self)
+        self._place = place
+
+    def append(self, event: Event) -> None:
+        super().append(event._replace(phase=self._place))
+
+    def peaks(self) -> dict[str, int]:
+        """The most live bytes at each place."""
+        peaks: dict[str, int] = {}
+        for event in self:
+            peaks[event.phase] = max(peaks.get(event.phase, 0), event.live)
+        return peaks
 
 
 class Bench:
-    """A model with its batch and loss, to be run again and again from the same state.
+    """A model with its batch and loss, which runs many times from the same state.
 
     Args:
-        model: the user's model; it is left as it was found.
-        args: the batch, by position.
-        kwargs: the batch, by name.
+        model: the user's model; it is left unchanged.
+        batch: what to call it with (see `retrograde.measure.batches`).
         loss: makes a scalar of the model's output.
     """
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None) -> None:
+    def __init__(self, model: nn.Module, batch: Any, loss: Loss | None) -> None:
+        if not isinstance(model, nn.Module):
+            raise ExaminationError(f"Give a torch.nn.Module, not a value of type {type(model).__name__}.")
         self.model = model
-        self.loss = loss or default_loss
-        self._batch = (args, kwargs)
-        self.stacks = {name: m for name, m in model.named_modules() if isinstance(m, ReversibleSequence)}
+        self.stacks = _in_a_sentence(stacks_of, model)
         self.steps = {step: words for name, stack in self.stacks.items() for step, words in _steps(name, stack)}
-        self.copying: list[Step] = []  # those that must get copies of their sources, which they edit
-        self._devices = {t.device for t in _tensors((args, kwargs, list(model.parameters())))}
+        self.copying: frozenset[Step] = frozenset()  # steps that get copies of their sources, which they edit
+        self.output: tuple[tuple[int, ...], int] | None = None  # shape and bytes of the last output, if it is a tensor
+        self._loss = loss
+        self._arguments = arguments(batch)
         inner = [p for step in self.steps for p in parameters_of(step)]
         self.parameters = list(dict.fromkeys([*(p for p in model.parameters() if p.requires_grad), *inner]))
 
-    def plans(self, memory: Memory | None = None) -> Plans:
-        """A mode for every block that can have it; the stacks' own plans without one, or all reversed if none is."""
-        if memory is None and self.reverses:
-            return {stack: stack.memory for stack in self.stacks.values()}
-        return {stack: _plan(stack, memory or "reverse") for stack in self.stacks.values()}
-
     @property
     def reverses(self) -> bool:
-        """Whether any block is set to be reversed."""
-        return any("reverse" in stack.memory.memory for stack in self.stacks.values())
+        """Whether a block is set to be reversed."""
+        return any(mode.needs_inverse for stack in self.stacks.values() for mode in stack.memory.modes)
 
-    @contextmanager
-    def run(
-        self,
-        setup: Setup,
-        look: Look | None = None,
-        *,
-        walks: Walks = "all",
-        within: AbstractContextManager[Any] | None = None,
-        where: Where | None = None,
-    ) -> Iterator[tuple[Tensor, dict[ReversibleSequence, StackLog]]]:
-        """The loss of one forward pass, and what was seen of each stack. The model is put back at the end.
-
-        Args:
-            within: a context to run in, entered when all is prepared.
-            where: is told where the run is.
-        """
-        with self.untouched(), ExitStack() as undo, torch.enable_grad():
-            logs = {}
-            for name, stack in self.stacks.items():
-                watched = Redirected(stack, setup.plans[stack], look=look, walks=walks, widen=setup.widen.get(stack))
-                watched.tell(where, self.label(name))
-                logs[stack] = undo.enter_context(watched)
-            args, kwargs = self._own_batch()
-            undo.enter_context(within or nullcontext())
-            loss = self.loss(self.model(*args, **kwargs))
-            yield _checked(loss), logs
-
-    @contextmanager
-    def untouched(self) -> Iterator[None]:
-        """The model is put back at the end, whatever ran; steps that edit their sources get copies."""
-        with unchanged(self.model, self._devices), ExitStack() as undo:
-            for step in self.copying:
-                undo.enter_context(CopyingReader(step))
-            yield
+    def plans(self, mode: Mode | None = None) -> Plans:
+        """The mode for every block that can have it; without one the stacks' own plans, or all reversed if none is."""
+        if mode is None and self.reverses:
+            return {stack: stack.memory for stack in self.stacks.values()}
+        return {stack: Plan.uniform(mode or "reverse", list(stack)) for stack in self.stacks.values()}
 
     def label(self, name: str) -> str:
         """What to call a stack where its blocks are named: nothing if there is only one."""
         return f"{name} " if len(self.stacks) > 1 else ""
 
-    def gradients(self, setup: Setup, look: Look | None = None) -> tuple[Gradients, dict[ReversibleSequence, StackLog]]:
+    def preserved(self) -> AbstractContextManager[None]:
+        """A context after which the model is as before, whatever ran inside."""
+        return preserve(self.model, devices={t.device for t in tensors_in(self._arguments)})
+
+    @contextmanager
+    def run(
+        self,
+        setup: Setup,
+        look: Look = StackObserver,
+        *,
+        within: AbstractContextManager[Any] | None = None,
+        tell: Tell | None = None,
+    ) -> Iterator[Run]:
+        """One forward pass. The model is put back at the end.
+
+        Args:
+            within: a context to run in, entered when all is prepared.
+            tell: is told where the run is. Its backward pass is then that of training, which ends where no gradient is
+                needed; otherwise it goes through whole stacks.
+        """
+        with self.preserved(), ExitStack() as observed, torch.enable_grad():
+            logs = {}
+            for name, stack in self.stacks.items():
+                plan, widen = setup.plans[stack], setup.widen.get(stack)
+                observer = look(StackRun(plan, widen, self.copying, tell, self.label(name)))
+                observed.enter_context(stack.observed_by(observer))
+                logs[stack] = observer.log
+            args, kwargs = tree_map(_own, self._arguments)
+            observed.enter_context(within or nullcontext())
+            loss = self._loss_of(self.model(*args, **kwargs))
+            batch = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+            try:
+                yield Run(loss, logs, self.parameters, batch)
+            finally:
+                for log in logs.values():
+                    log.inputs.clear()  # whose graph holds the tapes, which hold the observers and so the logs
+
+    def gradients(
+        self, setup: Setup, look: Look = StackObserver
+    ) -> tuple[Gradients, dict[ReversibleSequence, StackLog]]:
         """The gradients of one run, and what was seen of each stack."""
-        with self.run(setup, look) as (loss, logs):
-            inputs = [t for log in logs.values() for t in log.inputs]
-            found: Sequence[Tensor | None] = torch.autograd.grad(loss, [*self.parameters, *inputs], allow_unused=True)
-        by_parameter = {p: g for p, g in zip(self.parameters, found, strict=False) if g is not None}
-        rest = iter(found[len(self.parameters) :])
-        by_stack = {s: [g for _, g in zip(log.inputs, rest, strict=False) if g is not None] for s, log in logs.items()}
-        return Gradients(by_parameter, by_stack), logs
+        with self.run(setup, look) as run:
+            return run.gradients(), run.logs
 
     def peak(self, setup: Setup, label: str) -> tuple[Peak, dict[str, int]]:
         """The peak of one run in live bytes, and the peak at each place that the run was at."""
-        places = _Places()
-        self.track(setup, places, places.go)
-        at = max(places.peaks, key=lambda place: places.peaks[place], default="nowhere")
-        return Peak(label, places.peaks.get(at, 0), at), places.peaks
+        peaks = self.track(setup).peaks()
+        where = max(peaks, key=lambda place: peaks[place], default="nowhere")
+        return Peak(label, peaks.get(where, 0), where), peaks
 
-    def track(self, setup: Setup, events: list[Event], where: Where) -> None:
-        """One run, forward and backward, whose changes of live bytes go to `events`, and its places to `where`."""
-        tracker = MemoryTracker([self.model, *self.parameters], events=events)
-        with ExitStack() as undo:
+    def track(self, setup: Setup) -> Course:
+        """The live bytes in the course of one run, forward and backward."""
+        course = Course()
+        tracker = MemoryTracker([self.model, *self.parameters], events=course)
+        with ExitStack() as hooks:
             for parameter in self.parameters:  # gradients are there in any mode, and are not counted
-                undo.callback(parameter.register_hook(tracker.ignore).remove)
-            with self.run(setup, walks="needed", within=tracker, where=where) as (loss, _):
-                where("backward, after the stack")
-                wanted: list[Any] = self.parameters or [t for t in _tensors(self._batch) if t.requires_grad]
-                torch.autograd.grad(loss, wanted, allow_unused=True)
+                hooks.callback(parameter.register_hook(tracker.ignore).remove)
+            with self.run(setup, within=tracker, tell=course.go) as run:
+                course.go("backward, after the stack")
+                run.gradients()
+        return course
 
-    def _own_batch(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A copy of the batch: models have been seen to edit their masks."""
-        leaves, spec = tree_flatten(self._batch)
-        own = [t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t for t in leaves]
-        args, kwargs = tree_unflatten(own, spec)
-        return tuple(args), dict(kwargs)
-
-
-class _Places(list[Event]):
-    """Receives a tracker's events, and keeps the peak of live bytes at each place that the run was at."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peaks: dict[str, int] = {}
-        self._at = "forward, before the stack"
-
-    def go(self, place: str) -> None:
-        self._at = place
-
-    def append(self, event: Event) -> None:
-        self.peaks[self._at] = max(self.peaks.get(self._at, 0), event.live)
+    def _loss_of(self, output: Any) -> Tensor:
+        self.output = (tuple(output.shape), output.nbytes) if isinstance(output, Tensor) else None
+        loss = self._loss(output) if self._loss is not None else _in_a_sentence(default_loss, output)
+        loss = _in_a_sentence(check_loss, loss)
+        if not bool(torch.isfinite(loss)):
+            raise ExaminationError(
+                f"The loss is {float(loss)}: the forward pass makes NaN or infinity outside of the reversible stacks, "
+                "or the loss itself does. Look at the batch and at the layers before and after the stack."
+            )
+        return loss
 
 
-def _checked(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ExaminationError(f"The loss must be a scalar tensor, but the loss function returned {given}.")
-    if not bool(torch.isfinite(loss)):
-        raise ExaminationError(
-            f"The loss is {float(loss)}: the forward pass makes NaN or infinity outside of the reversible stacks, or "
-            "the loss itself does. Look at the batch and at the layers before and after the stack."
-        )
-    if not loss.requires_grad:
-        raise ExaminationError(
-            "The loss does not depend on anything that requires grad, so that there is no backward pass to examine. "
-            "Unfreeze a parameter, call the model without no_grad, and let the loss keep its graph."
-        )
-    return loss.reshape(())
+def _own(value: Any) -> Any:
+    """A copy of a tensor in the batch: models have been seen to edit their masks."""
+    return detached_leaf(value.clone()) if isinstance(value, Tensor) else value
 
 
-def _plan(stack: ReversibleSequence, memory: Memory) -> Plan:
-    blocks: list[Block] = stack._blocks()
-    if memory != "reverse":
-        return Plan((memory,) * len(blocks))
-    modes: list[Memory] = ["reverse" if b.invertible else "checkpoint" for b in blocks]
-    return Plan(tuple(modes))
+def _in_a_sentence(function: Callable[[Any], Result], value: Any) -> Result:
+    """The result of a function whose errors are sentences for the user."""
+    try:
+        return function(value)
+    except ValueError as error:
+        raise ExaminationError(str(error)) from None
 
 
 def _steps(name: str, stack: ReversibleSequence) -> Iterator[tuple[Step, str]]:
-    for i, block in enumerate(stack._blocks()):
+    for i, block in enumerate(stack):
         for step in block.each_step():
             yield step, f"{name + ': ' if name else ''}block {i}, branch {step.name},"
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [v for v in tree_flatten(value)[0] if isinstance(v, Tensor)]

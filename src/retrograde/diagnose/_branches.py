@@ -5,124 +5,123 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from retrograde import _randomness as randomness
-from retrograde._before import reached
-from retrograde._guard import relative_error
-from retrograde._step import Step
-from retrograde._torch_private import versions
+from retrograde.engine import rng
+from retrograde.engine.drift import relative_error
+from retrograde.engine.observer import BranchRun
+from retrograde.engine.preserve import StateSnapshot, reached
+from retrograde.measure.batches import detached_leaf, tensors_in
+from retrograde.network.branch import reachable
+from retrograde.network.step import Step
+from retrograde.network.streams import versions
 
 from ._report import Behaviour, ExaminationError
-from ._snapshot import Snapshot, named_modules_of
 
 
-class CopyingReader:
-    """In the place of a step's way to read its sources: the branch gets copies, and may edit them."""
-
-    def __init__(self, step: Step) -> None:
-        self._step = step
-        self._read = step._read
-        self._reads = step.reads
-        self._copies: list[Tensor] = []
-        self._before: list[int] = []
-
-    def __enter__(self) -> CopyingReader:
-        object.__setattr__(self._step, "_read", self)
-        if self._reads == "each":
-            self._step.reads = "copies of each"  # type: ignore[assignment]  # a step that reads "each" does not ask
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        object.__delattr__(self._step, "_read")
-        self._step.reads = self._reads
-
-    def __call__(self, sources: list[Tensor]) -> list[Tensor]:
-        read = self._read(sources)  # what was cast or summed is a copy already, and nobody else's
-        copies = {i: t.clone() for i, t in enumerate(read) if any(t is s for s in sources)}
-        self._copies = list(copies.values())
-        self._before = versions(self._copies)
-        return [copies.get(i, t) for i, t in enumerate(read)]
-
-    @property
-    def edited(self) -> bool:
-        """Whether the branch edited what it was last given."""
-        return versions(self._copies) != self._before
+def modules_of(step: Step) -> list[nn.Module]:
+    """The modules that a step's branch and coupling reach, each once."""
+    return list(dict.fromkeys(v for v in (*reachable(step.branch), step.coupling) if isinstance(v, nn.Module)))
 
 
-class ProbedSteps:
-    """While it is on, every run of these steps' branches is followed by a second one from the same state.
+def parameters_of(step: Step) -> list[nn.Parameter]:
+    parameters = (p for module in modules_of(step) for p in module.parameters() if p.requires_grad)
+    return list(dict.fromkeys(parameters))
 
-    Afterwards each step has its behaviour in `found`. The second run leaves no trace.
+
+def named_modules_of(step: Step) -> list[tuple[str, nn.Module]]:
+    """Every module in a step's branch and coupling, by its path from there."""
+    seen: set[nn.Module] = set()
+    return [pair for root in modules_of(step) for pair in root.named_modules(memo=seen)]
+
+
+def on_copies(run: BranchRun) -> BranchRun:
+    """The same run on copies of the sources, which the branch may edit. What was cast or summed is a copy already."""
+    return _with_inputs(run, {id(t): t.clone() for t in run.inputs if any(t is s for s in run.sources)})
+
+
+def _on_detached_copies(run: BranchRun) -> BranchRun:
+    """The same run on copies of all inputs, without their graph. They are no leaves, which could not be edited."""
+    with torch.enable_grad():
+        return _with_inputs(run, {id(t): detached_leaf(t).clone() for t in run.inputs})
+
+
+def _with_inputs(run: BranchRun, copies: Mapping[int, Tensor]) -> BranchRun:
+    """Tensors exchanged for copies, by their ids; what is one tensor stays one, as branches may ask."""
+    kwargs = {name: copies.get(id(value), value) for name, value in run.kwargs.items()}
+    return replace(run, inputs=[copies.get(id(t), t) for t in run.inputs], kwargs=kwargs)
+
+
+class BehaviourNotes:
+    """What branches were seen to do: every run of one is followed by a second run from the same state.
+
+    The second run leaves no trace.
 
     Args:
-        steps: the steps, with the words by which a message names each.
-        tolerance: a second run that is further from the first than this cannot be replayed.
+        labels: how a message names each step.
+        tolerance: a branch whose second run is further from the first than this cannot be replayed.
     """
 
-    def __init__(self, steps: Mapping[Step, str], tolerance: float) -> None:
-        self.found: dict[Step, Behaviour] = {}
-        self._steps = steps
+    def __init__(self, labels: Mapping[Step, str], tolerance: float) -> None:
+        self.by_step: dict[Step, Behaviour] = {}
+        self._labels = labels
         self._tolerance = tolerance
 
-    def __enter__(self) -> ProbedSteps:
-        for step in self._steps:
-            self._wrap(step)
-        return self
+    def run_twice(self, run: BranchRun) -> Any:
+        """The result of the first run."""
+        _, generators = reached([run.step], [s.device for s in run.sources])
+        modules = named_modules_of(run.step)
+        first, second = on_copies(run), _on_detached_copies(run)
+        copies = [copy for copy, given in zip(first.inputs, run.inputs, strict=True) if copy is not given]
+        before, versions_before = StateSnapshot(modules, generators), versions(copies)
+        result = first.result()
+        behaviour = _changes(before, generators, edits_source=versions(copies) != versions_before)
+        after = StateSnapshot(modules, generators)
+        before.restore()
+        with torch.enable_grad():
+            repeated = second.result()
+        after.restore()
+        updates = [tensors_in(run.step.split_aux(value)[0]) for value in (result, repeated)]
+        self._note(run.step, behaviour, self._repeat_error(run.step, *updates))
+        return result
 
-    def __exit__(self, *error: object) -> None:
-        for step in self._steps:
-            object.__delattr__(step, "update")
-
-    def _wrap(self, step: Step) -> None:
-        update = step.update
-
-        def twice(sources: list[Tensor], kwargs: Mapping[str, Any]) -> tuple[Any, Tensor | None]:
-            named = named_modules_of(step)
-            _, everywhere = reached([step], [s.device for s in sources])
-            owned = [g for g in everywhere if randomness.is_generator(g) and g is not torch.default_generator]
-            before = Snapshot(named, everywhere)
-            copies = [s.detach().clone() for s in sources]
-            with CopyingReader(step) as reader:
-                result: tuple[Any, Tensor | None] = update(sources, kwargs)
-            behaviour = _changes(before, owned, edits_source=reader.edited)
-            after = Snapshot(named, everywhere)
-            before.restore()
-            with torch.enable_grad(), CopyingReader(step):
-                again = update(
-                    [c.requires_grad_(s.requires_grad) for c, s in zip(copies, sources, strict=True)], kwargs
-                )
-            after.restore()
-            self._judge(step, behaviour, result[0], again[0])
-            return result
-
-        object.__setattr__(step, "update", twice)
-
-    def _judge(self, step: Step, behaviour: Behaviour, first: Any, again: Any) -> None:
-        before, now = _tensors(first), _tensors(again)
-        where = self._steps[step]
-        if not all(bool(torch.isfinite(t).all()) for t in before):
+    def _repeat_error(self, step: Step, first: list[Tensor], second: list[Tensor]) -> float:
+        """How far the second run is from the first; raises if they cannot be compared, or it is too far."""
+        where = self._labels[step]
+        if not all(bool(torch.isfinite(t).all()) for t in first):
             raise ExaminationError(
                 f"{where} returns NaN or infinity in the forward pass, so that nothing after it can be compared. "
                 "Look for an overflow (float16, large weights), a division by zero or bad values in the batch."
             )
-        same = [t.shape for t in before] == [t.shape for t in now]
-        error = relative_error(now, before) if same else float("inf")
+        same = [t.shape for t in first] == [t.shape for t in second]
+        error = relative_error(second, first) if same else float("inf")
         if not error <= self._tolerance:
-            how = f"{error:.1e} off, relatively" if same else "in another shape"
+            how = f"differs by {error:.1e}, relatively" if same else "has another shape"
             raise ExaminationError(
                 f"{where} is not deterministic: run a second time on the same input, with the same random numbers, "
-                f"buffers and attributes, its result is {how}. A branch that does so cannot be replayed: look for "
-                "state kept outside of the module, time, or threads; or give its block memory='store'."
+                f"buffers and attributes, its result {how}. Such a branch cannot be replayed: look for "
+                "state outside of the module, time, or threads; or give its block memory='store'."
             )
-        earlier = self.found.get(step, Behaviour())
-        self.found[step] = _joined(earlier, behaviour, error)
+        return error
+
+    def _note(self, step: Step, behaviour: Behaviour, repeat_error: float) -> None:
+        """Add a run to those of the same branch before it."""
+        earlier = self.by_step.get(step, Behaviour())
+        names = ("draws", "generators", "buffers", "attributes")
+        lists = {n: tuple(dict.fromkeys((*getattr(earlier, n), *getattr(behaviour, n)))) for n in names}
+        self.by_step[step] = Behaviour(
+            **lists,
+            edits_source=earlier.edits_source or behaviour.edits_source,
+            repeat_error=max(earlier.repeat_error, repeat_error),
+        )
 
 
-def _changes(before: Snapshot, owned: list[Any], *, edits_source: bool) -> Behaviour:
+def _changes(before: StateSnapshot, generators: list[Any], *, edits_source: bool) -> Behaviour:
+    owned = [g for g in generators if rng.is_generator(g) and g is not torch.default_generator]
     return Behaviour(
         draws=tuple(_name(g, owned) for g in before.moved_generators()),
         generators=tuple(_name(g, owned) for g in owned),
@@ -130,23 +129,6 @@ def _changes(before: Snapshot, owned: list[Any], *, edits_source: bool) -> Behav
         attributes=tuple(before.changed_attributes()),
         edits_source=edits_source,
     )
-
-
-def _joined(a: Behaviour, b: Behaviour, repeat_error: float) -> Behaviour:
-    """Both, of a branch that ran more than once."""
-    names = ("draws", "generators", "buffers", "attributes")
-    lists = {name: tuple(dict.fromkeys((*getattr(a, name), *getattr(b, name)))) for name in names}
-    return Behaviour(
-        **lists,
-        edits_source=a.edits_source or b.edits_source,
-        repeat_error=max(a.repeat_error, repeat_error),
-    )
-
-
-def _tensors(update: Any) -> list[Tensor]:
-    if isinstance(update, Tensor):
-        return [update.detach()]
-    return [t for part in update for t in _tensors(part)] if isinstance(update, (tuple, list)) else []
 
 
 def _name(generator: Any, owned: list[Any]) -> str:

@@ -1,4 +1,4 @@
-"""How far one list of tensors is from another."""
+"""What the doctor compares besides `engine.drift`: directions of gradients, and sizes of streams."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from retrograde._guard import norm, relative_error
+from retrograde.engine.drift import norm, relative_error
 
 
 def rms(tensors: Sequence[Tensor]) -> float:
@@ -16,11 +16,11 @@ def rms(tensors: Sequence[Tensor]) -> float:
     return norm(tensors) / math.sqrt(max(sum(t.numel() for t in tensors), 1))
 
 
-def compared(found: Sequence[Tensor], true: Sequence[Tensor]) -> tuple[float | None, float | None]:
-    """The relative error between two lists of gradients, and the cosine of the angle between them."""
+def compared(gradients: Sequence[Tensor], true: Sequence[Tensor]) -> tuple[float | None, float | None]:
+    """The relative error of gradients, and the cosine of the angle between them and the true ones."""
     if not true:
         return None, None
-    a = torch.cat([t.detach().double().flatten() for t in found])
+    a = torch.cat([t.detach().double().flatten() for t in gradients])
     b = torch.cat([t.detach().double().flatten() for t in true])
     sizes = float(a.norm() * b.norm())
     cosine = float(a @ b) / sizes if sizes else float(bool((a == b).all()))
@@ -28,12 +28,5 @@ def compared(found: Sequence[Tensor], true: Sequence[Tensor]) -> tuple[float | N
 
 
 def worst(values: Iterable[float | None]) -> float | None:
-    """The largest of the values that are known; NaN is worse than any."""
-    known = [v for v in values if v is not None]
-    return max(known, key=lambda v: math.inf if math.isnan(v) else v, default=None)
-
-
-def noise_like(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The same random numbers each time, drawn from no generator of anybody else."""
-    generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device) for t in tensors)
+    """The largest of the values that are there."""
+    return max((value for value in values if value is not None), default=None)

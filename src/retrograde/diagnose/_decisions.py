@@ -1,18 +1,19 @@
-"""Discrete choices of a branch: the indices that top-k, argmax, sort and the like return, in its first run and again.
+"""Discrete choices of a branch: the indices that top-k, argmax, sort and the like return in its runs.
 
-A rebuilt stream differs by rounding from the first one, and a choice between near equals may then flip. The gradients
-of a branch that chose otherwise are those of another function.
+A recomputed stream differs by rounding from the first one, and a choice between near equals may then flip. The
+gradients of a branch that chose differently are those of another function.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode  # as in _memory: the one home of dispatch modes
+from torch.utils._python_dispatch import TorchDispatchMode  # as in measure.memory_tracker
 
+Repeat = Literal["free", "forced"]
 _ATEN = torch.ops.aten
 _CHOOSING = {
     _ATEN.topk, _ATEN.sort, _ATEN.argsort, _ATEN.argmax, _ATEN.argmin, _ATEN.max, _ATEN.min, _ATEN.kthvalue,
@@ -24,8 +25,8 @@ def _indices(func: Any, result: Any) -> Tensor | None:
     """The indices that an operator chose, if it is one that chooses."""
     if func.overloadpacket not in _CHOOSING:
         return None
-    found = result[1] if isinstance(result, (tuple, list)) else result
-    return found if not found.is_floating_point() else None  # max without a dimension returns no index
+    indices: Tensor = result[1] if isinstance(result, (tuple, list)) else result
+    return indices if not indices.is_floating_point() else None  # max without a dimension returns no index
 
 
 class FirstChoices(TorchDispatchMode):
@@ -45,14 +46,14 @@ class FirstChoices(TorchDispatchMode):
 
 
 class SecondChoices(TorchDispatchMode):
-    """Counts the indices that are chosen otherwise than the first time.
+    """Counts the indices that are chosen differently than the first time.
 
     Args:
         chosen: what was chosen the first time, in order.
-        repeat: "free" lets the operators choose again, "forced" makes them choose as the first time.
+        repeat: "free" lets the operators choose again, "forced" makes them choose what they chose the first time.
     """
 
-    def __init__(self, chosen: list[Tensor], repeat: str = "free") -> None:
+    def __init__(self, chosen: list[Tensor], repeat: Repeat = "free") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._chosen = list(reversed(chosen))
         self._forced = repeat == "forced"
@@ -75,7 +76,7 @@ class SecondChoices(TorchDispatchMode):
 
 
 def _as_first(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, first: Tensor) -> Any:
-    """The operator's result with the indices of the first run, and the values that are found there now."""
+    """The operator's result with the indices of the first run, and the values that are there now."""
     if isinstance(result, Tensor):
         return first.clone()
     given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
@@ -83,6 +84,6 @@ def _as_first(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: An
     dim, source = given["dim"], args[0]
     if source.ndim == 0:
         return type(result)((source.clone(), first.clone()))
-    keeps = first.ndim == source.ndim
-    values = source.gather(dim, first if keeps else first.unsqueeze(dim))
-    return type(result)((values if keeps else values.squeeze(dim), first.clone()))
+    keeps_dim = first.ndim == source.ndim
+    values = source.gather(dim, first if keeps_dim else first.unsqueeze(dim))
+    return type(result)((values if keeps_dim else values.squeeze(dim), first.clone()))

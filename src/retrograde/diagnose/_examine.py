@@ -3,52 +3,41 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from retrograde._block import Block
-from retrograde._plan import Memory
-from retrograde._sequence import ReversibleSequence
-from retrograde._step import Step
+from retrograde.engine.observer import BranchRun
+from retrograde.measure.loss import Loss
+from retrograde.network.step import Step
+from retrograde.sequence import ReversibleSequence
 
-from ._bench import Bench, Gradients, Loss, Setup
-from ._branches import ProbedSteps
+from ._amplification import note_amplification
+from ._bench import Bench, Gradients, Setup
+from ._branches import BehaviourNotes
 from ._compare import compared, worst
 from ._remedies import of_steps, tried
-from ._report import (
-    Behaviour,
-    BlockReport,
-    Diagnosis,
-    ExaminationError,
-    Peak,
-    StackReport,
-    StepReport,
-    in_bytes,
-    in_digits,
-)
-from ._watch import Pushed, SeenBlock, SeenStep, StackLog, place
-
-MODES: tuple[Memory, ...] = ("store", "checkpoint", "reverse")
+from ._report import Behaviour, BlockReport, Diagnosis, ExaminationError, Peak, StackReport, StepReport
+from ._verdict import verdict
+from ._watch import DriftObserver, SeenStep, StackLog, StackObserver, place
 
 
-def examine(
-    model: nn.Module, *args: Any, loss: Loss | None = None, tolerance: float = 1e-3, **kwargs: Any
-) -> Diagnosis:
+def examine(model: nn.Module, batch: Any, *, loss: Loss | None = None, tolerance: float = 1e-3) -> Diagnosis:
     """Examine every reversible stack of a model, block by block, on a sample batch.
 
-    The model runs a dozen times, forward and backward. It is left as it was found: parameters, gradients, buffers,
+    The model runs a dozen times, forward and backward. It is left unchanged: parameters, gradients, buffers,
     attributes and generators. If something is past the tolerance, remedies are tried and their effects measured.
 
     Args:
         model: a module that calls one or more `ReversibleSequence`s, drop-ins included.
-        args: what to call it with; and `kwargs`.
-        loss: makes a scalar of the model's output; by default the mean squared distance from fixed random numbers.
-        tolerance: the relative error of rebuilt streams and of gradients up to which a block counts as healthy.
+        batch: what to call it with: a tensor, a tuple of positional arguments or a mapping of keyword arguments.
+        loss: makes a scalar of the model's output; by default the output's own `loss`, or the mean squared distance
+            of its tensors from fixed random numbers.
+        tolerance: the relative error of recomputed streams and of gradients up to which a block counts as healthy.
 
     Raises:
         ExaminationError: if there is nothing to examine or a comparison makes no sense; the message says why.
@@ -62,48 +51,26 @@ def examine(
         >>> diagnosis.healthy, diagnosis.stacks[0].first_bad
         (True, None)
     """
-    bench = _prepared(model, args, kwargs, loss, tolerance)
-    behaviours = _behaviours(bench, tolerance)
-    bench.copying = [step for step, behaviour in behaviours.items() if behaviour.edits_source]
-    setup = Setup(bench.plans())
-    with _in_words("The backward pass"):
-        true, logs = bench.gradients(Setup(bench.plans("store")))
-        found, _ = bench.gradients(setup)
-        _, seen = bench.gradients(setup, "drift")
-        _note_amplification(bench, setup, seen, behaviours)
-        bench.gradients(Setup(bench.plans("checkpoint")))  # which keeps more the first time than later
-        peaks = {mode: bench.peak(setup if mode == "reverse" else Setup(bench.plans(mode)), mode) for mode in MODES}
-    places: dict[str, dict[str, int]] = {mode: by_place for mode, (_, by_place) in peaks.items()}
+    bench = _prepared(model, batch, loss, tolerance)
+    examined = _examined(bench, tolerance)
     reports = {
-        stack: _stack_report(
-            name,
-            _Examined(stack, setup, seen[stack], found, true, behaviours),
-            tolerance,
-            _by_block(bench.label(name), places),
-        )
+        stack: _stack_report(name, stack, examined, tolerance)
         for name, stack in bench.stacks.items()
-        if logs[stack].calls
+        if examined.logs[stack].calls
     }
-    totals = tuple(peak for peak, _ in peaks.values())
-    with _in_words("A remedy"):
-        suggestions, untried = tried(bench, setup, reports, totals)
+    peaks = tuple(peak for peak, _ in examined.peaks.values())
+    with in_words("A remedy"):
+        suggestions, untried = tried(bench, examined.setup, reports, peaks[-1])
     stacks = tuple(reports.values())
-    verdict = _supposed(bench) + _refused(stacks) + _verdict(stacks, totals)
-    return Diagnosis(type(model).__name__, tolerance, verdict, stacks, totals, suggestions, untried)
+    words = verdict(stacks, peaks[-1], peaks[0], reverses=bench.reverses)
+    return Diagnosis(type(model).__name__, tolerance, words, stacks, peaks, suggestions, untried)
 
 
-def _prepared(model: Any, args: Any, kwargs: Any, loss: Loss | None, tolerance: float) -> Bench:
-    if not isinstance(model, nn.Module):
-        raise ExaminationError(f"The doctor examines a torch.nn.Module, not a value of type {type(model).__name__}.")
+def _prepared(model: Any, batch: Any, loss: Loss | None, tolerance: float) -> Bench:
     if not tolerance > 0:
         raise ExaminationError(f"tolerance={tolerance}: give a relative error greater than 0, as in tolerance=1e-3.")
-    bench = Bench(model, args, kwargs, loss)
-    if not bench.stacks:
-        raise ExaminationError(
-            f"{type(model).__name__} contains no retrograde.ReversibleSequence, so that there is nothing to examine. "
-            "If it comes from a published package, call retrograde.adapters.install(name) before that is imported."
-        )
-    if not any(block.invertible for stack in bench.stacks.values() for block in stack._blocks()):
+    bench = Bench(model, batch, loss)
+    if not any(block.invertible for stack in bench.stacks.values() for block in stack):
         raise ExaminationError(
             f"No block of {type(model).__name__} can be inverted (all use couplings.Replace), so that nothing can "
             "drift. Its memory is 'checkpoint' or 'store', which are exact."
@@ -113,14 +80,19 @@ def _prepared(model: Any, args: Any, kwargs: Any, loss: Loss | None, tolerance: 
 
 def _behaviours(bench: Bench, tolerance: float) -> dict[Step, Behaviour]:
     """What the branches do; raises if the model does not run, or if what it does cannot be compared."""
-    stored = Setup(bench.plans("store"))
-    probed = ProbedSteps(bench.steps, tolerance)
-    with _in_words("The forward pass"), probed, bench.run(stored) as (_, logs):
-        _check_called(logs)
-    return probed.found
+    notes = BehaviourNotes(bench.steps, tolerance)
+
+    class Twice(StackObserver):
+        def first_run(self, run: BranchRun) -> Any:
+            return notes.run_twice(run)
+
+    with in_words("The forward pass"), bench.run(Setup(bench.plans("store")), Twice) as run:
+        check_called(run.logs)
+    return notes.by_step
 
 
-def _check_called(logs: dict[ReversibleSequence, StackLog]) -> None:
+def check_called(logs: dict[ReversibleSequence, StackLog]) -> None:
+    """Raise if no stack was called in training."""
     if not any(log.calls for log in logs.values()):
         how = "only under no_grad" if any(log.calls_without_grad for log in logs.values()) else "not at all"
         raise ExaminationError(
@@ -130,117 +102,101 @@ def _check_called(logs: dict[ReversibleSequence, StackLog]) -> None:
 
 
 @contextmanager
-def _in_words(what: str) -> Iterator[None]:
+def in_words(what: str) -> Iterator[None]:
     """Turn an error of the model or of the engine into a sentence. Warnings of repeated runs are not the user's."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
-    except ExaminationError:
-        raise
+    except ExaminationError as error:
+        raise ExaminationError(" ".join(str(error).split())) from None  # Python 3.10 has notes in the message
     except Exception as error:
-        message = " ".join(str(error).split()) or "no message"
+        message = " ".join(" ".join([str(error) or "no message", *getattr(error, "__notes__", ())]).split())
         raise ExaminationError(f"{what} raised {type(error).__name__}: {message}") from error
 
 
-def _note_amplification(
-    bench: Bench, setup: Setup, seen: dict[ReversibleSequence, StackLog], behaviours: dict[Step, Behaviour]
-) -> None:
-    """Send a small error through the inverse, and write into `seen` by how much each block magnifies it."""
-    logs: dict[ReversibleSequence, StackLog] = {}
-    try:
-        with bench.run(setup, "amplification") as (loss, logs):
-            inputs = [t for log in logs.values() for t in log.inputs]
-            torch.autograd.grad(loss, [*bench.parameters, *inputs], allow_unused=True)
-    except Exception:
-        pass  # the error tipped a decision; what was measured up to there stands
-    _note_ends(bench, logs, behaviours)
-    for stack, log in logs.items():
-        for now, then in zip(seen[stack].blocks, log.blocks, strict=False):
-            now.amplification = then.amplification
-
-
-def _note_ends(bench: Bench, logs: dict[ReversibleSequence, StackLog], behaviours: dict[Step, Behaviour]) -> None:
-    """Where a part of the plan ends nothing is rebuilt that an error could be put into: run these blocks alone.
-
-    One that draws random numbers, or keeps bits aside, cannot be.
-    """
-    alone = {step for step in bench.steps if not step.forgets and not behaviours.get(step, Behaviour()).draws}
-    for stack, log in logs.items():
-        for seen in log.blocks:
-            block = stack._blocks()[seen.index]
-            if seen.amplification is None and isinstance(seen, Pushed) and alone.issuperset(block.each_step()):
-                with suppress(Exception), bench.untouched():  # as above
-                    seen.push_through(block, stack.names)
-
-
+@dataclass(frozen=True)
 class _Examined:
-    """What is known of one stack after all runs, and the figures that follow from it."""
+    """All that the runs have shown.
 
-    def __init__(
-        self,
-        stack: ReversibleSequence,
-        setup: Setup,
-        log: StackLog,
-        found: Gradients,
-        true: Gradients,
-        behaviours: dict[Step, Behaviour],
-    ) -> None:
-        self.stack = stack
-        self.plan = setup.plans[stack]
-        self.log = log
-        self.behaviours = behaviours
-        self.input_gradient = compared(found.inputs[stack], true.inputs[stack])
-        self._found, self._true = found, true
+    Attributes:
+        setup: the plans that were examined.
+        mode: the name of the mode in them that reverses blocks; of several if there are several.
+        peaks: of each mode, of which `mode` is the last, and at each place that its run was at.
+    """
 
-    def gradients(self, steps: Sequence[Step]) -> tuple[float | None, float | None]:
-        return of_steps(steps, self._found, self._true)
+    setup: Setup
+    mode: str
+    behaviours: dict[Step, Behaviour]
+    logs: dict[ReversibleSequence, StackLog]
+    gradients: Gradients
+    true: Gradients
+    peaks: dict[str, tuple[Peak, dict[str, int]]]
 
-    def blocks(self, index: int) -> list[SeenBlock]:
-        return [b for b in self.log.blocks if b.index == index]
-
-    def steps(self, block: int, step: Step) -> list[SeenStep]:
-        return [s for s in self.log.steps if s.block == block and s.step is step]
+    def peaks_at(self, label: str, block: int) -> dict[str, int]:
+        """The peak of each mode while its run was at a block."""
+        places = [place(direction, label, block) for direction in ("forward", "backward")]
+        return {mode: max(by_place.get(p, 0) for p in places) for mode, (_, by_place) in self.peaks.items()}
 
 
-def _stack_report(
-    name: str, examined: _Examined, tolerance: float, peaks: Callable[[int], dict[str, int]]
-) -> StackReport:
-    blocks = [_block_report(i, b, examined, peaks(i)) for i, b in enumerate(examined.stack._blocks())]
-    dtype = examined.log.dtype or torch.float32
+def _examined(bench: Bench, tolerance: float) -> _Examined:
+    behaviours = _behaviours(bench, tolerance)
+    bench.copying = frozenset(step for step, behaviour in behaviours.items() if behaviour.edits_source)
+    setup, stored, checkpointed = (Setup(bench.plans(mode)) for mode in (None, "store", "checkpoint"))
+    modes = (mode for plan in setup.plans.values() for mode in plan.modes if mode.needs_inverse)
+    examined = " and ".join(dict.fromkeys(mode.name for mode in modes))
+    with in_words("The backward pass"):
+        true, _ = bench.gradients(stored)
+        gradients, _ = bench.gradients(setup)
+        _, logs = bench.gradients(setup, DriftObserver)
+        note_amplification(bench, setup, logs, behaviours)
+        bench.gradients(checkpointed)  # which saves more the first time than later
+        setups = {"store": stored, "checkpoint": checkpointed, examined: setup}
+        peaks = {mode: bench.peak(each, mode) for mode, each in setups.items()}
+    return _Examined(setup, examined, behaviours, logs, gradients, true, peaks)
+
+
+def _stack_report(name: str, stack: ReversibleSequence, examined: _Examined, tolerance: float) -> StackReport:
+    log = examined.logs[stack]
+    dtype = log.dtype or torch.float32
     report = StackReport(
-        name=name or type(examined.stack).__name__,
+        name=name or type(stack).__name__,
         dtype=str(dtype).removeprefix("torch."),
         floor=torch.finfo(dtype).eps,
         tolerance=max(tolerance, torch.finfo(dtype).eps),
-        calls=examined.log.calls,
-        input_gradient_error=examined.input_gradient[0],
+        calls=log.calls,
+        input_gradient_error=compared(examined.gradients.inputs[stack], examined.true.inputs[stack])[0],
         first_bad=None,
-        blocks=tuple(blocks),
+        blocks=tuple(_block_report(i, stack, examined) for i in range(len(stack))),
+        memory=examined.mode,
     )
     return replace(report, first_bad=max((block.index for block in report.past), default=None))
 
 
-def _block_report(index: int, block: Block, examined: _Examined, peaks: dict[str, int]) -> BlockReport:
+def _block_report(index: int, stack: ReversibleSequence, examined: _Examined) -> BlockReport:
+    block, log = stack[index], examined.logs[stack]
     steps = block.each_step()
-    error, cosine = examined.gradients(steps)
-    seen = examined.blocks(index)
+    error, cosine = of_steps(steps, examined.gradients, examined.true)
+    seen = [b for b in log.blocks if b.index == index]
     return BlockReport(
         index=index,
         name=block.describe(),
-        memory=examined.plan.memory[index],
+        memory=examined.setup.plans[stack].modes[index].name,
         drift=worst(s.drift for s in seen),
         amplification=worst(s.amplification for s in seen),
         magnitude=worst(s.magnitude for s in seen),
         gradient_error=error,
         gradient_cosine=cosine,
-        peak_bytes=peaks,
-        steps=tuple(_step_report(step, examined.steps(index, step), examined) for step in dict.fromkeys(steps)),
+        peak_bytes=examined.peaks_at(log.label, index),
+        steps=tuple(
+            _step_report(step, [s for s in log.steps if s.block == index and s.step is step], examined)
+            for step in dict.fromkeys(steps)
+        ),
     )
 
 
 def _step_report(step: Step, seen: list[SeenStep], examined: _Examined) -> StepReport:
-    error, cosine = examined.gradients([step])
+    error, cosine = of_steps([step], examined.gradients, examined.true)
     return StepReport(
         name=step.name,
         target=str(step.target),
@@ -250,68 +206,6 @@ def _step_report(step: Step, seen: list[SeenStep], examined: _Examined) -> StepR
         gradient_cosine=cosine,
         decisions=sum(s.decisions for s in seen),
         flips=sum(s.flips for s in seen),
-        held=sum(s.held for s in seen),
+        prevented_flips=sum(s.prevented_flips for s in seen),
         behaviour=examined.behaviours.get(step, Behaviour()),
     )
-
-
-def _by_block(label: str, places: dict[str, dict[str, int]]) -> Callable[[int], dict[str, int]]:
-    def peaks(block: int) -> dict[str, int]:
-        at = [place(direction, label, block) for direction in ("forward", "backward")]
-        return {mode: max(found.get(p, 0) for p in at) for mode, found in places.items()}
-
-    return peaks
-
-
-def _supposed(bench: Bench) -> str:
-    return "" if bench.reverses else "No block is set to be reversed; what follows is of a run in which all are. "
-
-
-def _refused(stacks: Sequence[StackReport]) -> str:
-    """The verdict on branches that a stack does not run; the rest of it is for copies of their sources."""
-    found = [f"block {block} of {stack.name} ({branch})" for stack in stacks for block, branch in stack.edits]
-    if not found:
-        return ""
-    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    return (
-        f"Fault: a branch edits its source in place, which a stack refuses: {found[0]}{more}. Use an out-of-place "
-        "operation, or let the branch clone its source. With copies of the sources: "
-    )
-
-
-def _verdict(stacks: Sequence[StackReport], peaks: Sequence[Peak]) -> str:
-    by_mode = {peak.memory: peak.bytes for peak in peaks}
-    memory = f"Reversing peaks at {in_bytes(by_mode['reverse'])}, storing at {in_bytes(by_mode['store'])}."
-    bad = [stack for stack in stacks if stack.first_bad is not None]
-    count = sum(len(stack.blocks) for stack in stacks)
-    if not bad:
-        off = max(stack.gradient_error for stack in stacks)
-        return (
-            f"Healthy: all {count} blocks are within the tolerance {stacks[0].tolerance:.2g}; "
-            f"gradients are at most {in_digits(off)} off. {memory}"
-        )
-    stack = max(bad, key=lambda s: s.drift)  # the gradients of the others may be wrong by what this one hands on
-    assert stack.first_bad is not None
-    block = stack.blocks[stack.first_bad]
-    return (
-        f"Fault: on the way back, block {block.index} of {stack.name} ({block.name}) is the first past the tolerance "
-        f"{stack.tolerance:.2g}, and {len(stack.past)} of {len(stack.blocks)} blocks are. "
-        f"Gradients are up to {stack.gradient_error:.1e} off, rebuilt streams up to {stack.drift:.1e}"
-        f"{_cause(stack)}. {memory}"
-    )
-
-
-def _cause(stack: StackReport) -> str:
-    """What stands out among the causes of drift, in half a sentence."""
-    found = []
-    sizes = [b.magnitude for b in stack.blocks if b.magnitude]
-    if sizes and max(sizes) > 100 * min(sizes):
-        found.append(f"the streams grow from {min(sizes):.1e} to {max(sizes):.1e} on the way")
-    gains = [b.amplification for b in stack.blocks if b.amplification]
-    if gains and max(gains) > 2:
-        found.append(f"the inverse magnifies errors up to {max(gains):.3g} times a block")
-    if stack.flips:
-        found.append(f"{stack.flips} decisions flip")
-    if not found and stack.floor > 1e-3:
-        found.append(f"{stack.dtype} streams round to {stack.floor:.0e} at every step")
-    return f": {', '.join(found)}" if found else ""

@@ -1,4 +1,4 @@
-"""A diagnosis as a picture: one column a stack, errors above and memory below, block by block."""
+"""A diagnosis as a picture: one column per stack, errors above and memory below, block by block."""
 
 from __future__ import annotations
 
@@ -6,23 +6,17 @@ import math
 from pathlib import Path
 from typing import Any
 
+from retrograde.measure.pictures import new_figure, style_of, unit_of
+
 from ._report import Diagnosis, StackReport
 
-_COLOURS = {"store": "#7d7d7d", "checkpoint": "#d08c3c", "reverse": "#2b6cb0"}
 _DRIFT, _GRADIENT, _BAD = "#2b6cb0", "#b5305a", "#c53030"
-_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("bytes", 1))
 _LEAST = 1e-17  # errors that are zero stand at the bottom: a logarithmic axis has no zero
 
 
 def draw(diagnosis: Diagnosis, path: Path) -> Path:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("A picture needs matplotlib: pip install 'retrograde[plot]'.") from error
     stacks = diagnosis.stacks
-    figure = Figure(figsize=(max(8.0, 6.2 * len(stacks)), 6.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(max(8.0, 6.2 * len(stacks)), 6.6)
     axes = figure.subplots(2, len(stacks), squeeze=False, height_ratios=(3, 2), sharex="col")
     for column, stack in enumerate(stacks):
         _errors(axes[0][column], stack)
@@ -35,7 +29,7 @@ def draw(diagnosis: Diagnosis, path: Path) -> Path:
 def _errors(ax: Any, stack: StackReport) -> None:
     ax.set_yscale("log")
     for label, colour, marker, values in (
-        ("drift of rebuilt streams", _DRIFT, "o", [b.drift for b in stack.blocks]),
+        ("drift of recomputed streams", _DRIFT, "o", [b.drift for b in stack.blocks]),
         ("gradient error", _GRADIENT, "s", [b.gradient_error for b in stack.blocks]),
     ):
         points = [
@@ -63,13 +57,12 @@ def _errors(ax: Any, stack: StackReport) -> None:
 def _memory(ax: Any, stack: StackReport) -> None:
     modes = stack.blocks[0].peak_bytes if stack.blocks else {}
     most = max((b.peak_bytes[mode] for b in stack.blocks for mode in modes), default=0)
-    unit, size = next((u for u in _UNITS if most >= u[1]), _UNITS[-1])
+    unit, size = unit_of(most)
     for mode in modes:
         values = [b.peak_bytes[mode] / size for b in stack.blocks]
-        ax.plot([b.index for b in stack.blocks], values, color=_COLOURS.get(mode), lw=1.8, marker=".", label=mode)
+        ax.plot([b.index for b in stack.blocks], values, color=style_of(mode)[0], lw=1.8, marker=".", label=mode)
     ax.set_ylim(bottom=0)
     ax.xaxis.get_major_locator().set_params(integer=True)
-    ax.set_xlabel("block   (the backward pass goes from right to left)")
-    ax.set_ylabel(f"live memory at the block, {unit}")
+    ax.set(xlabel="block   (the backward pass goes from right to left)", ylabel=f"live memory at the block, {unit}")
     ax.grid(alpha=0.25)
     ax.legend(fontsize=8, loc="upper left", title="memory", title_fontsize=8)

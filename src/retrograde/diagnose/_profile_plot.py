@@ -1,4 +1,4 @@
-"""A memory profile as a picture and as a page: one column a mode, memory over time above and by block below."""
+"""A memory profile as a picture and as a page: one column per mode, memory over time above and by block below."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import io
 from pathlib import Path
 from typing import Any
 
+from retrograde.measure.formatting import format_bytes
+from retrograde.measure.pictures import new_figure, unit_of
+
 from ._profile import KINDS, ModeProfile, Profile
-from ._report import in_bytes
 
 _COLOURS = ("#8fb996", "#b0b0b0", "#d08c3c", "#2b6cb0")  # of KINDS
-_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("bytes", 1))
 _PEAK = "#c53030"
 _POINTS = 3000  # of a timeline that are drawn
 
@@ -32,60 +33,53 @@ td:first-child {{ text-align: right; white-space: nowrap }}
 """
 
 
-def draw(found: Profile, path: Path) -> Path:
-    _figure(found).savefig(path, dpi=140)
+def draw(profile: Profile, path: Path) -> Path:
+    _figure(profile).savefig(path, dpi=140)
     return path
 
 
-def page(found: Profile, path: Path) -> Path:
+def page(profile: Profile, path: Path) -> Path:
     picture = io.StringIO()
-    _figure(found).savefig(picture, format="svg")
+    _figure(profile).savefig(picture, format="svg")
     svg = picture.getvalue()
-    modes = "\n".join(_section(found, mode) for mode in found.modes)
-    text = _PAGE.format(model=html.escape(found.model), picture=svg[svg.index("<svg") :], modes=modes)
+    modes = "\n".join(_section(profile, mode) for mode in profile.modes)
+    text = _PAGE.format(model=html.escape(profile.model), picture=svg[svg.index("<svg") :], modes=modes)
     path.write_text(text, encoding="utf-8")
     return path
 
 
-def _section(found: Profile, mode: ModeProfile) -> str:
+def _section(profile: Profile, mode: ModeProfile) -> str:
     rows = "".join(
-        f"<tr><td>{in_bytes(part.bytes)}</td><td>{part.kind}</td><td>{html.escape(part.made)}</td>"
+        f"<tr><td>{format_bytes(part.bytes)}</td><td>{part.kind}</td><td>{html.escape(part.made)}</td>"
         f"<td>{html.escape(', '.join(part.operators))}</td></tr>"
         for part in mode.parts[:8]
     )
     return (
-        f"<h2>memory = {html.escape(repr(mode.memory))}: {in_bytes(mode.peak)} at {html.escape(mode.where)}</h2>"
-        f"<p><b>{html.escape(found.sentences[mode.memory])}</b> {html.escape(found.advice[mode.memory])}</p>"
+        f"<h2>memory = {html.escape(repr(mode.memory))}: {format_bytes(mode.peak)} at {html.escape(mode.where)}</h2>"
+        f"<p><b>{html.escape(profile.sentences[mode.memory])}</b> {html.escape(profile.advice[mode.memory])}</p>"
         f"<div><table><tr><th>at the peak</th><th>what</th><th>made</th><th>operators</th></tr>{rows}</table></div>"
     )
 
 
-def _figure(found: Profile) -> Any:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("A picture needs matplotlib: pip install 'retrograde[plot]'.") from error
-    count = len(found.modes)
-    figure = Figure(figsize=(max(6.0, 4.9 * count), 6.6), layout="constrained")
-    FigureCanvasAgg(figure)
+def _figure(profile: Profile) -> Any:
+    count = len(profile.modes)
+    figure = new_figure(max(6.0, 4.9 * count), 6.6)
     axes = figure.subplots(2, count, squeeze=False, height_ratios=(3, 2), sharey="row")
-    most = max((mode.peak for mode in found.modes), default=1)
-    unit, size = next((u for u in _UNITS if most >= u[1]), _UNITS[-1])
-    for column, mode in enumerate(found.modes):
+    most = max((mode.peak for mode in profile.modes), default=1)
+    unit, size = unit_of(most)
+    for column, mode in enumerate(profile.modes):
         _over_time(axes[0][column], mode, size)
         _by_block(axes[1][column], mode, size)
-    axes[0][0].set_ylabel(f"live memory, {unit}")
+    axes[0][0].set(ylabel=f"live memory, {unit}", ylim=(0, 1.28 * most / size))
     axes[1][0].set_ylabel(f"by block, {unit}")
-    axes[0][0].set_ylim(0, 1.28 * most / size)
     axes[0][-1].legend(fontsize=8, loc="upper right")
     axes[1][-1].legend(fontsize=8, loc="upper right")
-    figure.suptitle(f"Memory of a training step of {found.model}", fontsize=13)
+    figure.suptitle(f"Memory of a training step of {profile.model}", fontsize=13)
     return figure
 
 
 def _over_time(ax: Any, mode: ModeProfile, size: int) -> None:
-    """Areas one above another; the peak is drawn as it is, whatever points are left out."""
+    """Areas one above another; the peak is always drawn, whatever points are left out."""
     count = len(mode.timeline)
     every = max(1, count // _POINTS)
     chosen = sorted({*range(0, count, every), *([mode.top] if count else [])})
@@ -98,20 +92,19 @@ def _over_time(ax: Any, mode: ModeProfile, size: int) -> None:
     ax.vlines(mode.top, 0, mode.peak / size, color=_PEAK, lw=0.8, zorder=3)  # a peak may be too brief to be seen
     ax.plot([mode.top], [mode.peak / size], marker="v", color=_PEAK, ms=7, clip_on=False, zorder=4)
     ax.annotate(
-        f"{in_bytes(mode.peak)}\n{mode.where}", (mode.top, mode.peak / size), xytext=(-7 if late else 7, 5),
+        f"{format_bytes(mode.peak)}\n{mode.where}", (mode.top, mode.peak / size), xytext=(-7 if late else 7, 5),
         textcoords="offset points", fontsize=8.5, color=_PEAK, ha="right" if late else "left", zorder=4,
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1},
     )  # fmt: skip
     ax.set_title(f'memory="{mode.memory}"', fontsize=11)
-    ax.set_xlabel("tensors made and freed, in order")
-    ax.set_xlim(0, max(1, count))
+    ax.set(xlabel="tensors made and freed, in order", xlim=(0, max(1, count)))
     ax.grid(alpha=0.2)
 
 
 def _by_block(ax: Any, mode: ModeProfile, size: int) -> None:
     numbers = range(len(mode.blocks))
     ax.bar(numbers, [b.peak / size for b in mode.blocks], color=_COLOURS[3], alpha=0.85, label="peak, going backward")
-    ax.bar(numbers, [b.kept / size for b in mode.blocks], color="#444444", width=0.5, label="kept, going forward")
+    ax.bar(numbers, [b.saved / size for b in mode.blocks], color="#444444", width=0.5, label="saved, going forward")
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set_xlabel("block")
     ax.grid(alpha=0.2, axis="y")

@@ -9,27 +9,26 @@ from typing import Any
 
 import torch
 
-from retrograde._plan import Plan
-from retrograde._sequence import ReversibleSequence
-from retrograde._step import StepError
+from retrograde.memory import Plan
+from retrograde.network.step import Step, StepError
+from retrograde.sequence import ReversibleSequence
 
-from ._bench import Bench, Gradients, Plans, Setup
+from ._bench import Bench, Gradients, Look, Setup
+from ._branches import parameters_of
 from ._compare import compared, worst
 from ._report import Figures, Peak, StackReport, Suggestion, Untried
-from ._snapshot import parameters_of
-from ._watch import Look, StackLog
+from ._watch import DriftObserver, SameDecisions, StackLog
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model with a fault: the stacks that have it, how they ran, and what was measured there."""
+    """A model with a fault: how it ran, the stacks that have the fault with their dtypes, and what was measured."""
 
     bench: Bench
     setup: Setup
-    stacks: tuple[ReversibleSequence, ...]
-    dtypes: tuple[torch.dtype, ...]
+    stacks: dict[ReversibleSequence, torch.dtype]
     before: Figures
     tolerance: float
     least: float  # the smallest size, as root mean square, of any block's input
@@ -45,17 +44,20 @@ class Remedy:
     name: str
     how: str
     setup: Setup
-    look: Look = "drift"
+    look: Look = DriftObserver
     prepared: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 def tried(
-    bench: Bench, setup: Setup, reports: dict[ReversibleSequence, StackReport], peaks: Sequence[Peak]
+    bench: Bench, setup: Setup, reports: dict[ReversibleSequence, StackReport], peak: Peak
 ) -> tuple[tuple[Suggestion, ...], tuple[Untried, ...]]:
     """Every remedy that applies, with its effect; first those that are enough, the smallest peak first.
 
     After them those that the model does not run with. Nothing is tried where nothing is past the tolerance and no
     decision flips.
+
+    Args:
+        peak: the peak of the run that was examined.
     """
     bad = [stack for stack, report in reports.items() if report.first_bad is not None or report.flips]
     if not bad:
@@ -64,46 +66,53 @@ def tried(
         drift=max(report.drift for report in reports.values()),
         gradient_error=max(report.gradient_error for report in reports.values()),
         flips=sum(report.flips for report in reports.values()),
-        peak_bytes=next(peak.bytes for peak in peaks if peak.memory == "reverse"),
+        peak_bytes=peak.bytes,
     )
-    dtypes = tuple(getattr(torch, reports[stack].dtype) for stack in bad)
+    dtypes = {stack: getattr(torch, reports[stack].dtype) for stack in bad}
     tolerance = max(reports[stack].tolerance for stack in bad)
     sizes = [block.magnitude for stack in bad for block in reports[stack].blocks if block.magnitude]
-    case = Case(bench, setup, tuple(bad), dtypes, before, tolerance, min(sizes, default=1.0))
-    found = [_try(name, make, case) for name, make in _REMEDIES.items()]
-    suggestions = [s for s in found if isinstance(s, Suggestion)]
+    case = Case(bench, setup, dtypes, before, tolerance, min(sizes, default=1.0))
+    outcomes = [_try(make, case) for make in _REMEDIES]
+    suggestions = [s for s in outcomes if isinstance(s, Suggestion)]
     suggestions.sort(key=lambda s: (not s.enough, s.after.peak_bytes if s.enough else s.after.gradient_error))
-    return tuple(suggestions), tuple(s for s in found if isinstance(s, Untried))
+    return tuple(suggestions), tuple(s for s in outcomes if isinstance(s, Untried))
 
 
 def exact_coupling(case: Case) -> Remedy | None:
     """Streams on a grid, on which adding is undone to the bit: the finest grid that holds them."""
+    stacks = [stack for stack in case.stacks if not stack.exact]
+    if not stacks:
+        return None
     widen = _widened(case, (torch.float16, torch.bfloat16))
     setup = replace(case.setup, widen=widen)
     bits: int | None = None
     while True:
         try:
-            with _exact(case.stacks, bits), case.bench.run(setup):
+            with _exact(stacks, bits), case.bench.run(setup):
                 break
         except StepError as error:
             if error.bits is None or 2.0**-error.bits > case.tolerance * case.least:
                 return None  # a grid so coarse would change the model itself
             bits = error.bits
-    how = f"Set stack.exact = {True if bits is None else bits}{_in_wide_streams(widen)}."
-    grid = "" if bits is None else f", on a grid of 2^-{bits} that the streams' size asks for"
-    return Remedy(f"Exact coupling{grid}", how, setup, prepared=lambda: _exact(case.stacks, bits))
+    grid = "" if bits is None else f" and stack.grid_bits = {bits}"
+    name = "Exact coupling" if bits is None else f"Exact coupling, on a grid of 2^-{bits} that the streams' size needs"
+    how = f"Set stack.exact = True{grid}{_in_wide_streams(widen)}."
+    return Remedy(name, how, setup, prepared=lambda: _exact(stacks, bits))
 
 
 @contextmanager
 def _exact(stacks: Sequence[ReversibleSequence], bits: int | None) -> Iterator[None]:
-    steps = [step for stack in stacks for block in stack._blocks() for step in block.each_step()]
-    before = [(step, step.coupling) for step in dict.fromkeys(steps)]
+    """A context in which the stacks are exact."""
+    steps = dict.fromkeys(step for stack in stacks for block in stack for step in block.each_step())
+    couplings = [(step, step.coupling) for step in steps]
     try:
         for stack in stacks:
-            stack.exact = True if bits is None else bits
+            stack.exact = True
+            if bits is not None:
+                stack.grid_bits = bits
         yield
     finally:
-        for step, coupling in before:
+        for step, coupling in couplings:
             step.couple(coupling)
 
 
@@ -117,7 +126,7 @@ def wider_streams(case: Case) -> Remedy | None:
 
 
 def _widened(case: Case, narrow: tuple[torch.dtype, ...]) -> dict[ReversibleSequence, torch.dtype]:
-    return {s: _WIDER[dtype] for s, dtype in zip(case.stacks, case.dtypes, strict=True) if dtype in narrow}
+    return {stack: _WIDER[dtype] for stack, dtype in case.stacks.items() if dtype in narrow}
 
 
 def _in_wide_streams(widen: dict[ReversibleSequence, torch.dtype]) -> str:
@@ -131,53 +140,52 @@ def _in_wide_streams(widen: dict[ReversibleSequence, torch.dtype]) -> str:
 
 
 def anchors(case: Case) -> Remedy | None:
-    """Streams kept every few blocks: as few as bring the errors within the tolerance."""
+    """Streams saved every few blocks: as few as bring the errors within the tolerance."""
     true, _ = case.bench.gradients(Setup(case.bench.plans("store")))
-    depth = max(len(stack.blocks) for stack in case.stacks)
+    depth = max(len(stack) for stack in case.stacks)
     spacing = depth
     while spacing > 1:
         spacing = (spacing + 1) // 2
-        plans = {stack: _anchored(plan, spacing, stack in case.stacks) for stack, plan in case.setup.plans.items()}
-        found, logs = case.bench.gradients(Setup(plans), "drift")
-        if max(_drift(logs), gradient_error(case.bench, found, true)) <= case.tolerance:
-            modes = "stack.memory.memory" if case.bench.reverses else '["reverse"] * len(stack.blocks)'
-            end = depth if all(len(s.blocks) == depth for s in case.stacks) else "len(stack.blocks)"
-            how = f"Set stack.memory = Plan({modes}, anchors=range({spacing}, {end}, {spacing}))."
-            return Remedy(
-                f"Anchors every {spacing} blocks" if spacing > 1 else "Anchors at all blocks", how, Setup(plans)
-            )
+        plans = case.setup.plans | {stack: _anchored(case.setup.plans[stack], spacing) for stack in case.stacks}
+        gradients, logs = case.bench.gradients(Setup(plans), DriftObserver)
+        if max(_drift(logs), gradient_error(case.bench, gradients, true)) <= case.tolerance:
+            name = f"Anchors every {spacing} blocks" if spacing > 1 else "Anchors at all blocks"
+            return Remedy(name, f"Set stack.memory = {_in_code(case, depth, spacing)}.", Setup(plans))
     return None
 
 
+def _in_code(case: Case, depth: int, spacing: int) -> str:
+    """The plan with anchors as users write it, the same for all stacks."""
+    if not case.bench.reverses:
+        return f'Plan.uniform("reverse", list(stack), anchor_every={spacing})'
+    end = depth if all(len(stack) == depth for stack in case.stacks) else "len(stack)"
+    return f"Plan(stack.memory.memory, anchors=range({spacing}, {end}, {spacing}))"
+
+
+def _anchored(plan: Plan, spacing: int) -> Plan:
+    return replace(plan, anchors=frozenset(range(spacing, len(plan.memory), spacing)))
+
+
 def decision_replay(case: Case) -> Remedy | None:
-    """Indices of the first run in the replay, too."""
+    """The replay reuses the indices that the first run chose."""
     if not case.before.flips:
         return None
     how = "Pass the indices that the branch chooses (top-k, argmax …) through rg.decide."
-    return Remedy("Decision replay", how, case.setup, look="forced decisions")
+    return Remedy("Decision replay", how, case.setup, look=SameDecisions)
 
 
-def checkpoint(case: Case) -> Remedy:
-    """Streams kept at every block, and no inverse."""
-    kept = case.bench.plans("checkpoint")
-    plans = {stack: kept[stack] if stack in case.stacks else plan for stack, plan in case.setup.plans.items()}
-    return Remedy("Checkpointing", 'Set stack.memory = "checkpoint"; nothing is rebuilt by an inverse.', Setup(plans))
+def checkpointing(case: Case) -> Remedy:
+    """Streams saved at every block, and no inverse."""
+    checkpointed = case.bench.plans("checkpoint")
+    plans = case.setup.plans | {stack: checkpointed[stack] for stack in case.stacks}
+    how = 'Set stack.memory = "checkpoint"; nothing is recomputed by an inverse.'
+    return Remedy("Checkpointing", how, Setup(plans))
 
 
-def _anchored(plan: Plan, spacing: int, wanted: bool) -> Plan:
-    return Plan(plan.memory, frozenset(range(spacing, len(plan.memory), spacing))) if wanted else plan
+_REMEDIES = (exact_coupling, wider_streams, anchors, decision_replay, checkpointing)
 
 
-_REMEDIES: dict[str, Callable[[Case], Remedy | None]] = {
-    "Exact coupling": exact_coupling,
-    "Wider streams": wider_streams,
-    "Anchors": anchors,
-    "Decision replay": decision_replay,
-    "Checkpointing": checkpoint,
-}
-
-
-def _try(name: str, make: Callable[[Case], Remedy | None], case: Case) -> Suggestion | Untried | None:
+def _try(make: Callable[[Case], Remedy | None], case: Case) -> Suggestion | Untried | None:
     """The remedy with its effect; None if it does not apply, the reason if the model does not run with it."""
     try:
         remedy = make(case)
@@ -186,6 +194,7 @@ def _try(name: str, make: Callable[[Case], Remedy | None], case: Case) -> Sugges
         with remedy.prepared():
             after = _measured(case.bench, remedy)
     except Exception as error:  # a branch may refuse another dtype or a grid; then this is no remedy for it
+        name = make.__name__.replace("_", " ").capitalize()
         return Untried(name, " ".join(f"{type(error).__name__}: {error}".split()))
     enough = max(after.drift, after.gradient_error) <= case.tolerance
     return Suggestion(remedy.name, remedy.how, case.before, after, enough)
@@ -193,29 +202,28 @@ def _try(name: str, make: Callable[[Case], Remedy | None], case: Case) -> Sugges
 
 def _measured(bench: Bench, remedy: Remedy) -> Figures:
     """Against stored activations of the same arithmetic: a remedy may change the forward pass by rounding."""
-    stored: Plans = bench.plans("store")
-    true, _ = bench.gradients(replace(remedy.setup, plans=stored))
-    found, logs = bench.gradients(remedy.setup, remedy.look)
+    true, _ = bench.gradients(replace(remedy.setup, plans=bench.plans("store")))
+    gradients, logs = bench.gradients(remedy.setup, remedy.look)
     peak, _ = bench.peak(remedy.setup, "remedy")
     flips = sum(seen.flips for log in logs.values() for seen in log.steps)
-    return Figures(_drift(logs), gradient_error(bench, found, true), flips, peak.bytes)
+    return Figures(_drift(logs), gradient_error(bench, gradients, true), flips, peak.bytes)
 
 
 def _drift(logs: dict[ReversibleSequence, StackLog]) -> float:
     return worst(seen.drift for log in logs.values() for seen in log.blocks) or 0.0
 
 
-def gradient_error(bench: Bench, found: Gradients, true: Gradients) -> float:
+def gradient_error(bench: Bench, gradients: Gradients, true: Gradients) -> float:
     """The worst relative error of the gradients of any block, and of what leaves a stack."""
     errors: list[float | None] = []
     for stack in bench.stacks.values():
-        errors.append(compared(found.inputs[stack], true.inputs[stack])[0])
-        errors.extend(of_steps(block.each_step(), found, true)[0] for block in stack._blocks())
+        errors.append(compared(gradients.inputs[stack], true.inputs[stack])[0])
+        errors.extend(of_steps(block.each_step(), gradients, true)[0] for block in stack)
     return worst(errors) or 0.0
 
 
-def of_steps(steps: Sequence[Any], found: Gradients, true: Gradients) -> tuple[float | None, float | None]:
+def of_steps(steps: Sequence[Step], gradients: Gradients, true: Gradients) -> tuple[float | None, float | None]:
     """The error and cosine of the gradients of some steps' parameters; a gradient that is missing counts as zero."""
     wanted = dict.fromkeys(p for step in steps for p in parameters_of(step) if p in true.parameters)
-    there = [found.parameters.get(p, torch.zeros_like(true.parameters[p])) for p in wanted]
-    return compared(there, [true.parameters[p] for p in wanted])
+    given = [gradients.parameters.get(p, torch.zeros_like(true.parameters[p])) for p in wanted]
+    return compared(given, [true.parameters[p] for p in wanted])

@@ -1,4 +1,4 @@
-"""What an examination found: a tree of frozen dataclasses, which writes itself as a table, a picture or JSON."""
+"""The result of an examination: a tree of frozen dataclasses, which writes itself as a table, a picture or JSON."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import types
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from retrograde.measure.formatting import format_bytes, format_error
 
 from ._compare import worst
 
@@ -40,28 +42,28 @@ class Behaviour:
         """In words; empty for a branch that is a plain function of what it reads."""
         lists = [("draws from", self.draws), ("owns", self.generators), ("changes the buffers", self.buffers)]
         lists.append(("changes the attributes", self.attributes))
-        found = [f"{verb} {', '.join(names)}" for verb, names in lists if names]
+        sentences = [f"{verb} {', '.join(names)}" for verb, names in lists if names]
         if self.edits_source:
-            found.append(
+            sentences.append(
                 "edits its source in place, which a stack refuses: use an out-of-place operation (relu(x) for "
                 "relu_(x)), or let the branch clone its source"
             )
         if self.repeat_error:
-            found.append(f"repeats itself up to {self.repeat_error:.1e} only")
-        return found
+            sentences.append(f"repeats its result only up to an error of {self.repeat_error:.1e}")
+        return sentences
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step. Figures are None where a step was not rebuilt, or has no gradient.
+    """One step. Figures are None where a step was not recomputed, or has no gradient.
 
     Attributes:
-        drift: the relative error of what the branch reads, as the backward pass rebuilt it.
+        drift: the relative error of what the branch reads, as the backward pass recomputed it.
         gradient_error: the relative error of its parameters' gradients, against stored activations.
         gradient_cosine: the cosine between the two.
         decisions: how many indices its branch chose (top-k, argmax, sort …).
-        flips: how many of them the replay chose otherwise.
-        held: how many more it would have, had `retrograde.decide` not held them.
+        flips: how many of them the replay chose differently.
+        prevented_flips: how many more it would have, without `retrograde.decide`.
     """
 
     name: str
@@ -72,7 +74,7 @@ class StepReport:
     gradient_cosine: float | None
     decisions: int
     flips: int
-    held: int
+    prevented_flips: int
     behaviour: Behaviour
 
 
@@ -81,7 +83,7 @@ class BlockReport:
     """One block; the gradients' figures as in its steps.
 
     Attributes:
-        drift: the relative error of the streams before this block, as the backward pass rebuilt them.
+        drift: the relative error of the streams before this block, as the backward pass recomputed them.
         memory: its memory mode in the run that was examined.
         amplification: by how much the inverse of this block magnifies a small relative error of the streams.
         magnitude: the root mean square of the streams that enter it.
@@ -119,9 +121,10 @@ class StackReport:
 
     Attributes:
         floor: the relative spacing of numbers of this dtype.
-        tolerance: the error up to which its blocks count as healthy: that asked for, or the floor if that is greater.
+        tolerance: the error up to which its blocks count as healthy: the given one, or the floor if that is greater.
         input_gradient_error: the relative error of the gradient that leaves the stack.
         first_bad: of the blocks past the tolerance, the one that the backward pass meets first.
+        memory: the mode that was examined, in which blocks are reversed; blocks may have others beside it.
     """
 
     name: str
@@ -132,6 +135,7 @@ class StackReport:
     input_gradient_error: float | None
     first_bad: int | None
     blocks: tuple[BlockReport, ...]
+    memory: str = "reverse"
 
     @property
     def drift(self) -> float:
@@ -161,7 +165,7 @@ class StackReport:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes that one step of training held, besides parameters, their gradients and the batch, and where."""
+    """The most live bytes in one training step, besides parameters, their gradients and the batch, and where."""
 
     memory: str
     bytes: int
@@ -190,14 +194,14 @@ class Suggestion:
 
     def sentence(self) -> str:
         before, after = self.before, self.after
-        found = [
-            f"drift {in_digits(before.drift)} → {in_digits(after.drift)}",
-            f"gradient error {in_digits(before.gradient_error)} → {in_digits(after.gradient_error)}",
+        effects = [
+            f"drift {format_error(before.drift)} → {format_error(after.drift)}",
+            f"gradient error {format_error(before.gradient_error)} → {format_error(after.gradient_error)}",
         ]
         if before.flips or after.flips:
-            found.append(f"flips {before.flips} → {after.flips}")
-        found.append(f"peak {in_bytes(before.peak_bytes)} → {in_bytes(after.peak_bytes)}")
-        return f"{self.remedy}: {', '.join(found)}{'' if self.enough else ' (not enough by itself)'}. {self.how}"
+            effects.append(f"flips {before.flips} → {after.flips}")
+        effects.append(f"peak {format_bytes(before.peak_bytes)} → {format_bytes(after.peak_bytes)}")
+        return f"{self.remedy}: {', '.join(effects)}{'' if self.enough else ' (not enough by itself)'}. {self.how}"
 
 
 @dataclass(frozen=True)
@@ -213,7 +217,7 @@ class Untried:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All that `examine` found.
+    """The result of `examine`.
 
     Attributes:
         model: the model's class.
@@ -256,22 +260,8 @@ class Diagnosis:
     @classmethod
     def from_json(cls, text: str) -> Diagnosis:
         """The diagnosis that `to_json` wrote."""
-        found: Diagnosis = _built(cls, json.loads(text))
-        return found
-
-
-def in_digits(error: float) -> str:
-    """An error in two digits, or 0."""
-    return f"{error:.1e}" if error else "0"
-
-
-def in_bytes(count: float) -> str:
-    """A number of bytes in the unit that suits it."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
+        diagnosis: Diagnosis = _built(cls, json.loads(text))
+        return diagnosis
 
 
 def _plain(value: Any) -> Any:

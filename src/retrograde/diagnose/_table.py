@@ -1,10 +1,12 @@
-"""A diagnosis as text: one table a stack, then what branches do, the peaks, what to change, and the verdict."""
+"""A diagnosis as text: one table per stack, then what branches do, the peaks, what to change, and the verdict."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from ._report import Behaviour, BlockReport, Diagnosis, StackReport, in_bytes, in_digits
+from retrograde.measure.formatting import align, format_bytes, format_error
+
+from ._report import Behaviour, BlockReport, Diagnosis, StackReport, Suggestion, Untried
 
 HEADER = ("block", "branches", "drift", "× floor", "inverse ×", "size", "gradient", "cosine", "flips", "peak", "")
 
@@ -12,19 +14,20 @@ HEADER = ("block", "branches", "drift", "× floor", "inverse ×", "size", "gradi
 def text_of(diagnosis: Diagnosis) -> str:
     parts = [f"Examination of {diagnosis.model}"]
     for stack in diagnosis.stacks:
-        parts += ["", title(stack), *_aligned([HEADER, *rows(stack)])]
-        parts += [f"  {line}" for line in behaviours(stack)]
+        parts += ["", title(stack), *_indented(align([HEADER, *rows(stack)], left=(1, 10)))]
+        parts += _indented(behaviours(stack))
     return "\n".join([*parts, "", *peaks(diagnosis), "", *advice(diagnosis), diagnosis.verdict])
 
 
 def title(stack: StackReport) -> str:
     calls = "" if stack.calls == 1 else f", called {stack.calls} times"
     dtype = f"{stack.dtype} streams (floor {stack.floor:.1e})"
-    return f"{stack.name}: {len(stack.blocks)} blocks, {dtype}, tolerance {stack.tolerance:.2g}{calls}"
+    blocks = f'{len(stack.blocks)} blocks, memory="{stack.memory}"'
+    return f"{stack.name}: {blocks}, {dtype}, tolerance {stack.tolerance:.2g}{calls}"
 
 
 def rows(stack: StackReport) -> list[tuple[str, ...]]:
-    """One row a block, in the columns of HEADER."""
+    """One row per block, in the columns of HEADER."""
     return [_row(stack, block) for block in stack.blocks]
 
 
@@ -34,7 +37,7 @@ def _row(stack: StackReport, block: BlockReport) -> tuple[str, ...]:
         remark = "first past tolerance"
     if any(step.behaviour.edits_source for step in block.steps):
         remark = f"edits its source {remark}".strip()
-    if block.memory != "reverse":
+    if block.memory != stack.memory:
         remark = f"{block.memory} {remark}".strip()
     return (
         str(block.index),
@@ -46,7 +49,7 @@ def _row(stack: StackReport, block: BlockReport) -> tuple[str, ...]:
         _error(block.gradient_error),
         _number(block.gradient_cosine, ".6f"),
         f"{block.flips}/{block.decisions}" if block.decisions else "-",
-        in_bytes(block.peak_bytes.get("reverse", 0)),
+        format_bytes(block.peak_bytes.get(stack.memory, 0)),
         remark,
     )
 
@@ -66,15 +69,19 @@ def behaviours(stack: StackReport) -> list[str]:
 
 def peaks(diagnosis: Diagnosis) -> list[str]:
     """The peak of each memory mode, and where it is."""
-    rows = [(f"{p.memory}:", in_bytes(p.bytes), p.where) for p in diagnosis.peaks]
-    return ["Peak memory besides parameters, their gradients and the batch:", *_aligned(rows, left=(0, 2))]
+    rows = [(f"{p.memory}:", format_bytes(p.bytes), p.where) for p in diagnosis.peaks]
+    return ["Peak memory besides parameters, their gradients and the batch:", *_indented(align(rows, left=(0, 2)))]
 
 
 def advice(diagnosis: Diagnosis) -> list[str]:
     """The remedies that were tried, and those that could not be; nothing if there are none."""
-    tried, untried = diagnosis.suggestions, diagnosis.untried
-    found = [f"  - {sentence}" for sentence in [*(s.sentence() for s in tried), *(s.sentence() for s in untried)]]
-    return ["What to change, as measured:", *found, ""] if found else []
+    remedies: tuple[Suggestion | Untried, ...] = (*diagnosis.suggestions, *diagnosis.untried)
+    lines = [f"  - {remedy.sentence()}" for remedy in remedies]
+    return ["What to change, as measured:", *lines, ""] if lines else []
+
+
+def _indented(lines: Sequence[str]) -> list[str]:
+    return [f"  {line}" for line in lines]
 
 
 def _blocks(numbers: Sequence[int]) -> str:
@@ -90,18 +97,8 @@ def _blocks(numbers: Sequence[int]) -> str:
 
 
 def _error(value: float | None) -> str:
-    return "-" if value is None else in_digits(value)
+    return "-" if value is None else format_error(value)
 
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _aligned(rows: Iterable[Sequence[str]], left: Sequence[int] = (1, 10)) -> list[str]:
-    rows = list(rows)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    cells = [
-        [c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        for row in rows
-    ]
-    return [("  " + "  ".join(row)).rstrip() for row in cells]

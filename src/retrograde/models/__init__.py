@@ -1,4 +1,4 @@
-"""Reversible models, small and complete, each after its paper."""
+"""Published reversible architectures as small, complete models."""
 
 from ._cache import KVCache as KVCache
 from ._chunked import ChunkedFeedForward as ChunkedFeedForward

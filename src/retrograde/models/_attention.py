@@ -1,4 +1,4 @@
-"""Attention branches: of a stream to itself, and to something else."""
+"""Attention branches: a stream attends to itself, or to other tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Sees = Literal["all", "past"]
 
 
 class Attention(nn.Module):
-    """What attentions share: heads of queries, fewer heads of keys and values (Ainslie et al., "GQA", 2023), SDPA.
+    """The base of all attentions: SDPA with grouped queries (Ainslie et al., "GQA", 2023).
 
     Masks are boolean, `(batch, length)`, and True where there is a token.
     """
@@ -79,7 +79,7 @@ class SelfAttention(Attention):
 
 
 class CrossAttention(Attention):
-    """Attention of tokens to others, `context`: an encoder's output, or another stream."""
+    """Attention of tokens to those of `context`: an encoder's output, or another stream."""
 
     def __init__(self, width: int, heads: int, kv_heads: int | None = None, *, dropout: float = 0.0) -> None:
         super().__init__(width, heads, kv_heads, dropout=dropout)

@@ -1,4 +1,4 @@
-"""Generation of tokens one by one: the keys and values kept meanwhile, and the choice of a token."""
+"""Generation of tokens one by one: the cache of keys and values, and the sampling of a token."""
 
 from __future__ import annotations
 
@@ -14,43 +14,46 @@ class KVCache:
     """The keys and values of the tokens seen so far, for each attention of a model.
 
     Give an empty one to a model's first call under `torch.no_grad()` and the same one to its further calls,
-    each with the next tokens alone. `length` is the number of tokens seen.
+    each with only the next tokens. `length` is the number of tokens seen.
     """
 
     def __init__(self) -> None:
         self.length = 0
-        self._kept: dict[nn.Module, Tensor] = {}
+        self._buffers: dict[nn.Module, Tensor] = {}
 
     def extend(self, attention: nn.Module, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the keys and values `(batch, heads, new tokens, width)` of an attention; return all of them."""
+        """Append the keys and values `(batch, heads, new tokens, width)` of an attention; return all of them."""
         end = self.length + keys.shape[-2]
-        kept = self._kept.get(attention)
-        if kept is None or kept.shape[-2] < end:
+        buffer = self._buffers.get(attention)
+        if buffer is None or buffer.shape[-2] < end:
             larger = keys.new_empty(2, *keys.shape[:-2], max(64, 2 * end), keys.shape[-1])
-            if kept is not None:
-                larger[..., : self.length, :] = kept[..., : self.length, :]
-            kept = self._kept[attention] = larger
-        kept[0, ..., self.length : end, :] = keys
-        kept[1, ..., self.length : end, :] = values
-        return kept[0, ..., :end, :], kept[1, ..., :end, :]
+            if buffer is not None:
+                larger[..., : self.length, :] = buffer[..., : self.length, :]
+            buffer = self._buffers[attention] = larger
+        buffer[0, ..., self.length : end, :] = keys
+        buffer[1, ..., self.length : end, :] = values
+        return buffer[0, ..., :end, :], buffer[1, ..., :end, :]
 
     def advance(self, tokens: int) -> None:
         """Count new tokens as seen; the model does so at the end of a call."""
         self.length += tokens
 
 
-def check_cache(cache: KVCache | None) -> None:
+def positions_of(tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+    """The positions of a call's tokens, which follow those that the cache has seen."""
     if cache is not None and torch.is_grad_enabled():
         raise RuntimeError(
-            f"A cache ({cache.length} tokens seen) was given while gradients are recorded. It is filled as branches "
-            "run, and they run again in the backward pass, so that it cannot be used in training: call the model under "
-            "torch.no_grad(), or leave the cache out."
+            f"A cache ({cache.length} tokens seen) was given while gradients are recorded. Branches fill it as they "
+            "run, and they run again in the backward pass, so it cannot be used in training: call the model under "
+            "torch.no_grad(), or omit the cache."
         )
+    start = 0 if cache is None else cache.length
+    return torch.arange(start, start + tokens.shape[-1], device=tokens.device)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen: the likeliest if `temperature` is 0, else at random, among the `top_k` likeliest."""
+    """How a token is chosen: the likeliest if `temperature` is 0, otherwise at random among the `top_k` likeliest."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -74,7 +77,7 @@ class Sampling:
 
 
 def continued(tokens: Tensor, steps: int, logits: Callable[[Tensor], Tensor], sampling: Sampling) -> Tensor:
-    """The tokens and `steps` more; `logits` is called with the tokens that it has not seen."""
+    """The tokens and `steps` more; `logits` is called with those that it has not seen."""
     if tokens.ndim != 2 or tokens.shape[1] == 0 or tokens.is_floating_point():
         raise ValueError(
             f"The prompt has shape {tuple(tokens.shape)} and dtype {tokens.dtype}; give whole numbers of shape "
@@ -89,7 +92,10 @@ def continued(tokens: Tensor, steps: int, logits: Callable[[Tensor], Tensor], sa
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode and without gradients; afterwards each of its modules is as it was."""
+    """The model in evaluation mode and without gradients; afterwards each module has its training flag back.
+
+    Not `engine.preserve`, which would restore the RNG state that sampling must advance.
+    """
     flags = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

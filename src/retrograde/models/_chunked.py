@@ -1,4 +1,4 @@
-"""A part at a time: what is large for all tokens together is never there for all of them at once."""
+"""Computing in chunks: what is large for all tokens together is never allocated for all of them at once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrograde._block import transition
-from retrograde._sequence import ReversibleSequence
-from retrograde._torch_private import inside_function_transform
+from retrograde.engine.torch_internals import inside_function_transform
+from retrograde.network.choices import check_choice
+from retrograde.network.ready_made import transition
+from retrograde.sequence import ReversibleSequence
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -30,8 +31,8 @@ def chunked_cross_entropy(
     """`cross_entropy(linear(hidden, weight, bias), target)` without the logits of all tokens.
 
     The logits are computed for `chunk_size` tokens at a time, in the forward pass and again in the backward pass: the
-    peak holds one chunk of them, at the price of one more product with the weight. Losses are taken in float32 where
-    the logits are of lower precision. Second derivatives are right, but take the memory of all logits.
+    peak holds one chunk of them, at the cost of one more product with the weight. Losses are computed in float32 where
+    the logits have lower precision. Second derivatives are right, but take the memory of all logits.
 
     Args:
         hidden: the hidden states, `(..., width)`.
@@ -92,13 +93,13 @@ def _wide(logits: Tensor) -> Tensor:
 
 
 class _ChunkedLosses(torch.autograd.Function):
-    """The loss of each token. Its backward is written in differentiable operators, so that it has one of its own."""
+    """The loss of each token. Its backward consists of differentiable operators, so it can be differentiated too."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, head: _Head) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.head, ctx.dtype = head, _working_dtype(hidden)
-        with torch.autocast(hidden.device.type, enabled=False):  # so that the weight is cast once, not by chunks
+        with torch.autocast(hidden.device.type, enabled=False):  # so that the weight is cast once, not once per chunk
             shift = None if bias is None else bias.to(ctx.dtype)
             return _all_losses(hidden.to(ctx.dtype), weight.to(ctx.dtype), shift, target, head)
 
@@ -123,12 +124,12 @@ class _ChunkedLosses(torch.autograd.Function):
                     to_weight += slopes.T @ read
                 if wants_hidden:
                     to_hidden.append((slopes @ used).to(hidden.dtype))
-                del slopes  # before the next chunk is there
+                del slopes  # before the next chunk is allocated
         return torch.cat(to_hidden) if wants_hidden else None, to_weight, to_bias, None, None
 
 
 def _working_dtype(hidden: Tensor) -> torch.dtype:
-    """The dtype of a product with `hidden`: under autocast a lower one, but for float64."""
+    """The dtype of a product with `hidden`: under autocast a lower one, except for float64."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
@@ -136,15 +137,15 @@ def _working_dtype(hidden: Tensor) -> torch.dtype:
 
 
 class ChunkedFeedForward(nn.Module):
-    """Runs a module on parts of its input along `dim`, and never holds the activations of more than one part.
+    """Runs a module on chunks of its input along `dim`, and never holds the activations of more than one chunk.
 
-    For branches that treat the entries of `dim` alike (a feed-forward and its tokens): their wide inner
-    activations set the peak of a transformer step. Each part is checkpointed: the backward pass runs it once more.
+    For branches that treat all entries of `dim` the same way (a feed-forward and its tokens): their wide inner
+    activations set the peak of a transformer step. Each chunk is checkpointed: the backward pass runs it once more.
 
     Args:
         module: a module of one tensor, or a bound method, whose module is then not registered here.
-        chunks: how many parts; fewer if `dim` is shorter than that.
-        dim: the dimension that is cut and put together again.
+        chunks: how many chunks; fewer if `dim` is shorter than that.
+        dim: the dimension that is cut and concatenated.
 
     Examples:
         >>> import torch, retrograde as rg
@@ -159,12 +160,12 @@ class ChunkedFeedForward(nn.Module):
         super().__init__()
         self.chunks = _at_least_one("chunks", chunks)
         self.dim = dim
-        # The last step of a stack keeps its graph: an empty one after the module, so that it is not the module's.
+        # The last step of a stack keeps its graph: an empty step after the module, so that the module's is not kept.
         blocks = [transition(module), transition(nn.Identity())]
         self.stack = ReversibleSequence(blocks, merge="first", memory="checkpoint")
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.stack(part) for part in x.chunk(self.chunks, self.dim)], self.dim)
+        return torch.cat([self.stack(chunk) for chunk in x.chunk(self.chunks, self.dim)], self.dim)
 
     def extra_repr(self) -> str:
         return f"chunks={self.chunks}, dim={self.dim}"
@@ -177,13 +178,11 @@ def _at_least_one(name: str, value: int) -> int:
 
 
 def _check(hidden: Tensor, weight: Tensor, target: Tensor, reduction: str) -> None:
-    if reduction not in get_args(Reduction):
-        known = ", ".join(map(repr, get_args(Reduction)))
-        raise ValueError(f"reduction={reduction!r} is not known; choose one of {known}.")
+    check_choice("reduction", reduction, get_args(Reduction))
     if target.is_floating_point():
         raise TypeError(
-            f"The target is of {target.dtype}, which would mean probabilities; chunked_cross_entropy takes the number "
-            "of each token's class. For probabilities, use torch.nn.functional.cross_entropy."
+            f"The target has dtype {target.dtype}, which would mean probabilities; chunked_cross_entropy takes the "
+            "number of each token's class. For probabilities, use torch.nn.functional.cross_entropy."
         )
     if hidden.shape[:-1] != target.shape or hidden.shape[-1] != weight.shape[-1]:
         raise ValueError(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrograde._block import Block, transition
-from retrograde._sequence import ReversibleSequence
-from retrograde._streams import Merge, Split
+from retrograde.memory import Memory
+from retrograde.network.block import Block
+from retrograde.network.ready_made import transition
+from retrograde.sequence import ReversibleSequence
 
-from ._depth import MemoryChoice, embedded, fitting, shrink_updates
+from ._depth import embedded, shrink_updates
 
 
 class Convolutions(nn.Sequential):
@@ -28,7 +30,7 @@ class Convolutions(nn.Sequential):
 
 
 class Shrink(nn.Module):
-    """Half the height and width of an image, in another number of channels and the same dtype."""
+    """Halve the height and width of an image, and change its number of channels; the dtype stays."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
@@ -39,33 +41,50 @@ class Shrink(nn.Module):
         return embedded(F.relu(self.norm(x)), self.convolve)
 
 
-class Classifier(nn.Sequential):
-    """Norm, ReLU, the mean over an image, and a linear layer."""
+class StagedClassifier(nn.Module):
+    """A convolution, stages of blocks on two streams, and a linear layer of the mean over the image.
 
-    def __init__(self, width: int, classes: int) -> None:
-        super().__init__(
-            nn.BatchNorm2d(width), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes)
+    Args:
+        classes: the number of outputs.
+        channels: of the images.
+        block: makes a block for streams of a given width.
+        merge: "concat" if the streams are the halves of the channels, "first" if the first has all of them.
+    """
+
+    def __init__(
+        self,
+        classes: int,
+        channels: int,
+        widths: Sequence[int],
+        depths: Sequence[int],
+        block: Callable[[int], Block],
+        *,
+        merge: Literal["concat", "first"],
+        memory: Memory,
+    ) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
+        halves = merge == "concat"
+        blocks = _stages([width // 2 if halves else width for width in widths], depths, block)
+        stack = ReversibleSequence(blocks, split="chunk" if halves else "first", merge=merge, dim=1, memory=memory)
+        self.stack = shrink_updates(stack)
+        self.head = nn.Sequential(
+            nn.BatchNorm2d(widths[-1]), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], classes)
         )
 
+    def forward(self, images: Tensor) -> Tensor:
+        """`(batch, channels, height, width)` to the logits `(batch, classes)`."""
+        logits: Tensor = self.head(self.stack(embedded(images, self.stem)))
+        return logits
 
-def stages(
-    widths: Sequence[int],
-    depths: Sequence[int],
-    block: Callable[[int], Block],
-    shrink: Callable[[int, int], nn.Module],
-    *,
-    split: Split,
-    merge: Merge,
-    memory: MemoryChoice,
-) -> ReversibleSequence:
-    """Stages of `depths[i]` blocks of width `widths[i]` on two streams, which `shrink` changes in between."""
+
+def _stages(widths: Sequence[int], depths: Sequence[int], block: Callable[[int], Block]) -> list[Block]:
+    """Stages of `depths[i]` blocks of width `widths[i]`, with a transition of both streams in between."""
     if len(widths) != len(depths) or not widths:
         raise ValueError(f"widths={tuple(widths)} and depths={tuple(depths)}: give a width and a depth for each stage.")
     blocks: list[Block] = []
     for i, (width, depth) in enumerate(zip(widths, depths, strict=True)):
         if i:
-            before = widths[i - 1]
-            blocks.append(transition(shrink(before, width), shrink(before, width)))
+            blocks.append(transition(Shrink(widths[i - 1], width), Shrink(widths[i - 1], width)))
         blocks += [block(width) for _ in range(depth)]
-    sequence = ReversibleSequence(blocks, split=split, merge=merge, dim=1, memory=fitting(memory, blocks))
-    return shrink_updates(sequence)
+    return blocks

@@ -13,7 +13,7 @@ class FeedForward(nn.Module):
 
     Args:
         hidden: the inner width, four times the width by default.
-        chunks: run that many parts of the tokens one after another, so that the inner activations of one part
+        chunks: run that many chunks of the tokens one after another, so that the inner activations of one chunk
             set the peak; it costs one more run of the branch.
     """
 

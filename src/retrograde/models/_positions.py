@@ -1,4 +1,4 @@
-"""Where a token stands: rotary angles for attention, and waves to be added to an embedding."""
+"""Positions of tokens: rotary angles for attention, and sinusoids to be added to an embedding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 def sinusoids(x: Tensor) -> Tensor:
-    """Waves of many lengths over the positions of `(..., length, width)` (Vaswani et al., 2017), to be added to it."""
+    """Sinusoidal positions for `(..., length, width)` (Vaswani et al., 2017), to be added to it."""
     length, width = x.shape[-2:]
     positions = torch.arange(length, device=x.device).float()[:, None]
     angles = positions * _frequencies((width + 1) // 2, 10_000.0, x.device)

@@ -5,20 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from retrograde._block import Block
-from retrograde._sequence import ReversibleSequence
-from retrograde._step import Step
+from retrograde.memory import Memory
+from retrograde.network.block import Block
+from retrograde.network.step import Step
+from retrograde.sequence import ReversibleSequence
 
 from ._attention import SelfAttention
-from ._depth import MemoryChoice, embedded, shrink_updates
+from ._depth import embedded, shrink_updates
 from ._feed_forward import FeedForward
 
 
 class AxialAttention(SelfAttention):
-    """Attention of the entries of `(batch, height, width, channels)` to those with which they share a row or column.
+    """Attention of the entries of `(batch, height, width, channels)` to those in the same row or column.
 
     Args:
-        axis: along which to look: 1 is up and down, 2 is left and right.
+        axis: the axis to attend along: 1 is up and down, 2 is left and right.
     """
 
     def __init__(self, width: int, heads: int, axis: int, *, dropout: float = 0.0) -> None:
@@ -38,8 +39,8 @@ class AxialImageTransformer(nn.Module):
 
     Args:
         channels, outputs: the channels of the images that come in and go out.
-        size: the height and width of the images; smaller ones are taken too.
-        width, depth, heads: of the streams, the blocks (each looks along both axes), the heads of each attention.
+        size: the height and width of the images; smaller images work too.
+        width, depth, heads: of the streams, the blocks (each attends along both axes), the heads of each attention.
         dropout: on the updates of all branches.
         memory: as in `ReversibleSequence`.
 
@@ -61,7 +62,7 @@ class AxialImageTransformer(nn.Module):
         depth: int = 8,
         heads: int = 8,
         dropout: float = 0.0,
-        memory: MemoryChoice = "reverse",
+        memory: Memory = "reverse",
     ) -> None:
         super().__init__()
         self.embed = nn.Linear(channels, width)

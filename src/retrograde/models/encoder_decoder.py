@@ -6,23 +6,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrograde._block import Block, two_stream
-from retrograde._sequence import ReversibleSequence
-from retrograde._step import Step
+from retrograde.memory import Memory
+from retrograde.network.block import Block
+from retrograde.network.ready_made import two_stream
+from retrograde.network.step import Step
+from retrograde.sequence import ReversibleSequence
 
-from ._attention import CrossAttention, SelfAttention
-from ._cache import KVCache, Sampling, check_cache, continued, evaluating
+from ._attention import CrossAttention, Sees, SelfAttention
+from ._cache import KVCache, Sampling, continued, evaluating, positions_of
 from ._chunked import chunked_cross_entropy
-from ._depth import MemoryChoice, shrink_updates
+from ._depth import shrink_updates
 from ._feed_forward import FeedForward
-from ._positions import Rotary, rotary_angles
+from ._positions import rotary_angles
 
 
 class EncoderDecoder(nn.Module):
     """A reversible transformer that reads one sequence and writes another.
 
     Vaswani et al.: "Attention Is All You Need" (2017), with the reversible streams of Kitaev et al.: "Reformer"
-    (2020). A decoder block has three steps, each of which reads what the one before it wrote:
+    (2020). A decoder block has three steps, each of which reads the stream that the step before it updated:
     `0 += attention(1)`, `1 += cross_attention(0, encoded)`, `0 += feed_forward(1)`; then the streams swap roles. The
     encoder's output is context, and gets its gradient from all blocks of the decoder.
 
@@ -57,7 +59,7 @@ class EncoderDecoder(nn.Module):
         kv_heads: int | None = None,
         dropout: float = 0.0,
         loss_chunk: int = 1024,
-        memory: MemoryChoice = "reverse",
+        memory: Memory = "reverse",
     ) -> None:
         super().__init__()
         self.head_width, self.loss_chunk = width // heads, loss_chunk
@@ -65,8 +67,8 @@ class EncoderDecoder(nn.Module):
         for embedding in (self.read, self.write):
             nn.init.normal_(embedding.weight, std=0.02)
 
-        def attention(sees: str) -> SelfAttention:
-            return SelfAttention(width, heads, kv_heads, sees=sees, dropout=dropout)  # type: ignore[arg-type]
+        def attention(sees: Sees) -> SelfAttention:
+            return SelfAttention(width, heads, kv_heads, sees=sees, dropout=dropout)
 
         encoder = [two_stream(attention("all"), FeedForward(width, dropout=dropout)) for _ in range(depth)]
         decoder = [
@@ -91,8 +93,8 @@ class EncoderDecoder(nn.Module):
         return self._logits(self.decode(target, self.encode(source, source_mask), source_mask))
 
     def encode(self, source: Tensor, source_mask: Tensor | None = None) -> Tensor:
-        masks = {} if source_mask is None else {"mask": source_mask}
-        encoded: Tensor = self.encoder(self.read(source), rotary=self._rotary(source, 0), **masks)
+        rotary = rotary_angles(positions_of(source), self.head_width)
+        encoded: Tensor = self.encoder(self.read(source), rotary=rotary, mask=source_mask)
         return encoded
 
     def decode(
@@ -104,11 +106,9 @@ class EncoderDecoder(nn.Module):
         cache: KVCache | None = None,
     ) -> Tensor:
         """The last hidden states of the decoder; with a cache, `target` are the tokens after those it has seen."""
-        check_cache(cache)
-        context = {"context": encoded, "rotary": self._rotary(target, 0 if cache is None else cache.length)}
-        optional = {"context_mask": source_mask, "cache": cache}
-        given = {name: value for name, value in optional.items() if value is not None}
-        hidden: Tensor = self.norm(self.decoder(self.write(target), **context, **given))
+        rotary = rotary_angles(positions_of(target, cache), self.head_width)
+        context = {"context": encoded, "context_mask": source_mask, "rotary": rotary, "cache": cache}
+        hidden: Tensor = self.norm(self.decoder(self.write(target), **context))
         if cache is not None:
             cache.advance(target.shape[-1])
         return hidden
@@ -141,7 +141,3 @@ class EncoderDecoder(nn.Module):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.write.weight)
-
-    def _rotary(self, tokens: Tensor, start: int) -> Rotary:
-        positions = torch.arange(start, start + tokens.shape[-1], device=tokens.device)
-        return rotary_angles(positions, self.head_width)

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrograde._block import grouped
-from retrograde._sequence import ReversibleSequence
+from retrograde.memory import Memory
+from retrograde.network.ready_made import grouped
+from retrograde.sequence import ReversibleSequence
 
-from ._depth import MemoryChoice, embedded, shrink_updates
+from ._depth import embedded, shrink_updates
 
 
 class Messages(nn.Module):
@@ -24,8 +25,8 @@ class Messages(nn.Module):
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
         x = self.dropout(F.relu(self.norm(x)))
         sources, targets = edge_index
-        heard = torch.zeros_like(x).index_add(0, targets, x[sources] * edge_weight.to(x.dtype))
-        update: Tensor = self.update(torch.cat([x, heard], -1))
+        mean = torch.zeros_like(x).index_add(0, targets, x[sources] * edge_weight.to(x.dtype))
+        update: Tensor = self.update(torch.cat([x, mean], -1))
         return update
 
 
@@ -33,13 +34,13 @@ class DeepGraphNetwork(nn.Module):
     """A grouped reversible graph network, trainable at a thousand layers in the memory of one.
 
     Li, Müller, Ghanem, Koltun: "Training Graph Neural Networks with 1000 Layers" (2021). The features of a node are
-    cut into groups; in each layer every group is updated by messages of another one.
+    cut into groups; in each layer every group is updated by messages from another one.
 
     Args:
-        features, outputs: the number of values that come in and go out with each node.
+        features, outputs: the number of input and output values per node.
         width, depth: of all groups together, and the number of layers.
         groups: into how many streams the width is cut.
-        dropout: on what a branch reads.
+        dropout: on the input of each branch.
         memory: as in `ReversibleSequence`.
 
     Examples:
@@ -60,7 +61,7 @@ class DeepGraphNetwork(nn.Module):
         groups: int = 2,
         *,
         dropout: float = 0.0,
-        memory: MemoryChoice = "reverse",
+        memory: Memory = "reverse",
     ) -> None:
         super().__init__()
         if width % groups:
@@ -79,7 +80,7 @@ class DeepGraphNetwork(nn.Module):
         """
         targets = edge_index[1]
         degree = targets.bincount(minlength=len(nodes))
-        found: Tensor = self.head(
+        output: Tensor = self.head(
             self.stack(embedded(nodes, self.embed), edge_index=edge_index, edge_weight=1 / degree[targets, None])
         )
-        return found
+        return output

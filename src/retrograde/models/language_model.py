@@ -6,13 +6,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrograde._block import two_stream
-from retrograde._sequence import ReversibleSequence
+from retrograde.memory import Memory
+from retrograde.network.ready_made import two_stream
+from retrograde.sequence import ReversibleSequence
 
 from ._attention import SelfAttention
-from ._cache import KVCache, Sampling, check_cache, continued, evaluating
+from ._cache import KVCache, Sampling, continued, evaluating, positions_of
 from ._chunked import chunked_cross_entropy
-from ._depth import MemoryChoice, shrink_updates
+from ._depth import shrink_updates
 from ._feed_forward import FeedForward
 from ._positions import rotary_angles
 
@@ -29,9 +30,9 @@ class ReversibleLM(nn.Module):
         kv_heads: the heads of keys and values; `heads` unless fewer are given.
         hidden: the inner width of the feed-forward, four times the width by default.
         dropout: on the updates of all branches.
-        feed_forward_chunks: how many parts of the tokens a feed-forward treats one after another.
+        feed_forward_chunks: into how many chunks of tokens a feed-forward cuts its input.
         loss_chunk: the number of tokens whose logits the loss holds at once.
-        memory, exact: as in `ReversibleSequence`.
+        memory, exact, grid_bits: as in `ReversibleSequence`.
 
     Examples:
         >>> import torch
@@ -57,8 +58,9 @@ class ReversibleLM(nn.Module):
         dropout: float = 0.0,
         feed_forward_chunks: int = 1,
         loss_chunk: int = 1024,
-        memory: MemoryChoice = "reverse",
-        exact: bool | int = False,
+        memory: Memory = "reverse",
+        exact: bool = False,
+        grid_bits: int | None = None,
     ) -> None:
         super().__init__()
         self.head_width = width // heads
@@ -72,30 +74,27 @@ class ReversibleLM(nn.Module):
             )
             for _ in range(depth)
         ]
-        self.stack = shrink_updates(ReversibleSequence(blocks, memory=memory, exact=exact))
+        self.stack = shrink_updates(ReversibleSequence(blocks, memory=memory, exact=exact, grid_bits=grid_bits))
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: Tensor, *, cache: KVCache | None = None) -> Tensor:
-        """The logits of the next token at each place: `(batch, length)` to `(batch, length, vocabulary)`."""
+        """The logits of the next token at each position: `(batch, length)` to `(batch, length, vocabulary)`."""
         return self._logits(self.hidden(tokens, cache=cache))
 
     def hidden(self, tokens: Tensor, *, cache: KVCache | None = None) -> Tensor:
         """The last hidden states, `(batch, length, width)`.
 
         Args:
-            cache: what the model keeps of earlier tokens, in generation; `tokens` are those after them.
+            cache: keys and values of earlier tokens, in generation; `tokens` are those after them.
         """
-        check_cache(cache)
-        start, length = 0 if cache is None else cache.length, tokens.shape[-1]
-        rotary = rotary_angles(torch.arange(start, start + length, device=tokens.device), self.head_width)
-        context = {"rotary": rotary} if cache is None else {"rotary": rotary, "cache": cache}
-        hidden: Tensor = self.norm(self.stack(self.embed(tokens), **context))
+        rotary = rotary_angles(positions_of(tokens, cache), self.head_width)
+        hidden: Tensor = self.norm(self.stack(self.embed(tokens), rotary=rotary, cache=cache))
         if cache is not None:
-            cache.advance(length)
+            cache.advance(tokens.shape[-1])
         return hidden
 
     def loss(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The mean cross-entropy of each next token, or of the `targets` given (-100 is left out)."""
+        """The mean cross-entropy of each next token, or of the `targets` given (-100 is ignored)."""
         if targets is None:
             tokens, targets = tokens[:, :-1], tokens[:, 1:]
         return chunked_cross_entropy(self.hidden(tokens), self.embed.weight, targets, chunk_size=self.loss_chunk)
@@ -111,7 +110,7 @@ class ReversibleLM(nn.Module):
     ) -> Tensor:
         """The prompt `(batch, length)` and `steps` more tokens, sampled one by one; temperature 0 takes the likeliest.
 
-        Keys and values are kept, so that each step runs the model on one token.
+        Keys and values are cached, so that each step runs the model on one token.
         """
         cache, sampling = KVCache(), Sampling(temperature, top_k, generator)
         with evaluating(self):

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from retrograde.memory import Memory
+from retrograde.network.block import Block
+from retrograde.network.ready_made import momentum
 
-from retrograde._block import momentum
-
-from ._convolution import Classifier, Convolutions, Shrink, stages
-from ._depth import MemoryChoice, embedded
+from ._convolution import Convolutions, StagedClassifier
 
 
-class MomentumResNet(nn.Module):
-    """A ResNet whose blocks carry a velocity, and are reversible for it: `v = γ v + (1 - γ) f(x)`, then `x += v`.
+class MomentumResNet(StagedClassifier):
+    """A ResNet whose blocks carry a velocity, which makes them reversible: `v = γ v + (1 - γ) f(x)`, then `x += v`.
 
     Sander, Ablin, Blondel, Peyré: "Momentum Residual Neural Networks" (2021). The blocks keep the full width: it is
-    the ResNet of the same shape if γ is 0. Rebuilding divides by γ, which magnifies rounding errors
-    by `1/γ` a block: at 0.9 and 100 blocks in a row 40,000 times. Deep stages need anchors, see `retrograde.Plan`.
+    the ResNet of the same shape if γ is 0. Inverting a block divides by γ, which magnifies rounding errors by `1/γ`:
+    at γ = 0.9 about 40,000 times over 100 consecutive blocks. Deep stages need anchors, see `retrograde.Plan`.
 
     Args:
         classes: the number of outputs.
         widths, depths: the channels and the blocks of each stage; an image's sides are halved between stages.
         gamma: how much of the velocity a block keeps, between 0 and 1.
         channels: of the images.
-        memory: as in `ReversibleSequence`; where it is "reverse", transitions are "checkpoint". A list names
-            transitions as blocks of their own.
+        memory: as in `ReversibleSequence`; with "reverse", transitions are checkpointed. In a list, a transition
+            is a block of its own.
 
     Examples:
         >>> import torch
@@ -43,22 +42,9 @@ class MomentumResNet(nn.Module):
         *,
         gamma: float = 0.9,
         channels: int = 3,
-        memory: MemoryChoice = "reverse",
+        memory: Memory = "reverse",
     ) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
-        self.stack = stages(
-            widths,
-            depths,
-            lambda width: momentum(Convolutions(width), gamma=gamma),
-            Shrink,
-            split="first",
-            merge="first",
-            memory=memory,
-        )
-        self.head = Classifier(widths[-1], classes)
+        def block(width: int) -> Block:
+            return momentum(Convolutions(width), gamma=gamma)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """`(batch, channels, height, width)` to the logits `(batch, classes)`."""
-        logits: Tensor = self.head(self.stack(embedded(images, self.stem)))
-        return logits
+        super().__init__(classes, channels, widths, depths, block, merge="first", memory=memory)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from retrograde._block import two_stream
-from retrograde._sequence import ReversibleSequence
+from retrograde.memory import Memory
+from retrograde.network.ready_made import two_stream
+from retrograde.sequence import ReversibleSequence
 
 from ._attention import Attention
-from ._depth import MemoryChoice, embedded, shrink_updates
+from ._depth import embedded, shrink_updates
 from ._feed_forward import FeedForward
 
 
 class PointAttention(Attention):
-    """Attention that weighs points by what they hold, how far apart they are, and the edge between them."""
+    """Attention that weighs points by their values, their distance, and the edge between them."""
 
     def __init__(self, width: int, heads: int, edge_features: int, *, reach: float, dropout: float = 0.0) -> None:
         super().__init__(width, heads, dropout=dropout)
@@ -36,26 +37,26 @@ class PointAttention(Attention):
         return self.attend(queries, keys, values, weights.to(queries.dtype))
 
     def _distances(self, coords: Tensor) -> Tensor:
-        """The distances between points as bumps along the reach: `(batch, points, points, waves)`."""
+        """The distances between points in radial basis functions up to the reach: `(batch, points, points, waves)`."""
         squares = (coords[:, :, None] - coords[:, None]).square().sum(-1)
-        distances = (squares + 1e-6).sqrt()  # the number keeps the gradient of a point's distance to itself finite
+        distances = (squares + 1e-6).sqrt()  # the constant keeps the gradient of a point's distance to itself finite
         centres = torch.linspace(0, self.reach, self.waves, device=coords.device, dtype=coords.dtype)
         return torch.exp(-((distances[..., None] - centres) * (self.waves / self.reach)).square() / 2)
 
 
 class PointCloudTransformer(nn.Module):
-    """A reversible transformer over points: what they hold is the streams, coordinates and edges are context.
+    """A reversible transformer over points: their values are the streams, coordinates and edges are context.
 
     Hutchinson et al.: "LieTransformer: Equivariant Self-Attention for Lie Groups" (2021), for attention that weighs
-    content and location, here by distances alone, as in Schütt et al.: "SchNet" (2017). So the output
-    does not change when the points are turned, mirrored or moved, and is permuted as they are. Gradients reach
-    coordinates and edges.
+    content and location, here by distances only, as in Schütt et al.: "SchNet" (2017). So the output does not
+    change when the points are rotated, mirrored or moved, and is permuted as they are. Gradients reach coordinates
+    and edges.
 
     Args:
-        features, outputs: the number of values that come in and go out with each point.
-        edge_features: the number of values with each pair of points.
+        features, outputs: the number of input and output values per point.
+        edge_features: the number of values per pair of points.
         width, depth, heads: of the streams, the number of blocks, the heads of each attention.
-        reach: the distance beyond which points look alike.
+        reach: the distance above which all distances look the same.
         dropout: on the updates of all branches.
         memory: as in `ReversibleSequence`.
 
@@ -79,7 +80,7 @@ class PointCloudTransformer(nn.Module):
         heads: int = 8,
         reach: float = 5.0,
         dropout: float = 0.0,
-        memory: MemoryChoice = "reverse",
+        memory: Memory = "reverse",
     ) -> None:
         super().__init__()
         self.edge_features = edge_features
@@ -97,7 +98,7 @@ class PointCloudTransformer(nn.Module):
     def forward(
         self, values: Tensor, coords: Tensor, mask: Tensor | None = None, edges: Tensor | None = None
     ) -> Tensor:
-        """What goes out with each point, `(batch, points, outputs)`.
+        """The outputs of each point, `(batch, points, outputs)`.
 
         Args:
             values: `(batch, points, features)`.
@@ -108,7 +109,5 @@ class PointCloudTransformer(nn.Module):
         given = 0 if edges is None else edges.shape[-1]
         if given != self.edge_features:
             raise ValueError(f"The model was made for {self.edge_features} edge features, but {given} were given.")
-        optional = {"mask": mask, "edges": edges}
-        context = {name: value for name, value in optional.items() if value is not None}
-        found: Tensor = self.head(self.stack(embedded(values, self.embed), coords=coords, **context))
-        return found
+        output: Tensor = self.head(self.stack(embedded(values, self.embed), coords=coords, mask=mask, edges=edges))
+        return output

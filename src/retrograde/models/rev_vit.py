@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from retrograde._block import two_stream
-from retrograde._sequence import ReversibleSequence
+from retrograde.memory import Memory
+from retrograde.network.ready_made import two_stream
+from retrograde.sequence import ReversibleSequence
 
 from ._attention import SelfAttention
-from ._depth import MemoryChoice, embedded, shrink_updates
+from ._depth import embedded, shrink_updates
 from ._feed_forward import FeedForward
 
 
 class RevViT(nn.Module):
-    """A vision transformer on two streams, whose ends are put side by side and classified together.
+    """A vision transformer on two streams, which are concatenated at the end and classified together.
 
     Mangalam et al.: "Reversible Vision Transformers" (2022).
 
@@ -25,7 +26,7 @@ class RevViT(nn.Module):
         width, depth, heads: of the streams, the number of blocks, the heads of each attention.
         channels: of the images.
         dropout: on the updates of all branches.
-        layer_drop: the probability with which a block is left out in training (stochastic depth).
+        layer_drop: the probability with which a block is dropped in training (stochastic depth).
         memory: as in `ReversibleSequence`.
 
     Examples:
@@ -48,7 +49,7 @@ class RevViT(nn.Module):
         channels: int = 3,
         dropout: float = 0.0,
         layer_drop: float = 0.0,
-        memory: MemoryChoice = "reverse",
+        memory: Memory = "reverse",
     ) -> None:
         super().__init__()
         if size % patch:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from retrograde.memory import Memory
+from retrograde.network.block import Block
+from retrograde.network.ready_made import two_stream
 
-from retrograde._block import two_stream
-
-from ._convolution import Classifier, Convolutions, Shrink, stages
-from ._depth import MemoryChoice, embedded
+from ._convolution import Convolutions, StagedClassifier
 
 
-class RevNet(nn.Module):
+class RevNet(StagedClassifier):
     """A ResNet that is reversible within each stage; the transition between two stages is checkpointed.
 
     Gomez, Ren, Urtasun, Grosse: "The Reversible Residual Network: Backpropagation Without Storing Activations"
@@ -22,8 +21,8 @@ class RevNet(nn.Module):
         classes: the number of outputs.
         widths, depths: the channels and the blocks of each stage; an image's sides are halved between stages.
         channels: of the images.
-        memory: as in `ReversibleSequence`; where it is "reverse", transitions are "checkpoint". A list names
-            transitions as blocks of their own.
+        memory: as in `ReversibleSequence`; with "reverse", transitions are checkpointed. In a list, a transition
+            is a block of its own.
 
     Examples:
         >>> import torch
@@ -42,24 +41,12 @@ class RevNet(nn.Module):
         depths: Sequence[int] = (3, 3, 3),
         *,
         channels: int = 3,
-        memory: MemoryChoice = "reverse",
+        memory: Memory = "reverse",
     ) -> None:
-        super().__init__()
         if any(width % 2 for width in widths):
-            raise ValueError(f"widths={tuple(widths)}: each is cut into two streams, so that it must be even.")
-        self.stem = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
-        self.stack = stages(
-            [width // 2 for width in widths],
-            depths,
-            lambda width: two_stream(Convolutions(width), Convolutions(width)),
-            Shrink,
-            split="chunk",
-            merge="concat",
-            memory=memory,
-        )
-        self.head = Classifier(widths[-1], classes)
+            raise ValueError(f"widths={tuple(widths)}: each is cut into two streams, so it must be even.")
 
-    def forward(self, images: Tensor) -> Tensor:
-        """`(batch, channels, height, width)` to the logits `(batch, classes)`."""
-        logits: Tensor = self.head(self.stack(embedded(images, self.stem)))
-        return logits
+        def block(width: int) -> Block:
+            return two_stream(Convolutions(width), Convolutions(width))
+
+        super().__init__(classes, channels, widths, depths, block, merge="concat", memory=memory)

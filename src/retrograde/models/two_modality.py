@@ -1,4 +1,4 @@
-"""Two sequences of different kinds that attend to each other."""
+"""Two modalities that attend to themselves and to each other."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from retrograde._block import Block
-from retrograde._modalities import Attends, multimodal
-from retrograde._sequence import ReversibleSequence
+from retrograde.memory import Memory
+from retrograde.network.block import Block
+from retrograde.network.multimodal import Attends, multimodal
+from retrograde.sequence import ReversibleSequence
 
 from ._attention import Attention, CrossAttention, SelfAttention
-from ._depth import MemoryChoice, embedded, shrink_updates
+from ._depth import embedded, shrink_updates
 from ._feed_forward import FeedForward
 from ._positions import sinusoids
 
@@ -24,7 +25,7 @@ class TwoModalityTransformer(nn.Module):
 
     Args:
         features: the name of each modality, and the number of its features.
-        outputs: the number of outputs a token of each modality; as many as features unless given.
+        outputs: the number of outputs per token of each modality; by default as many as features.
         width, depth, heads: of the streams, the pairs of blocks, the heads of each attention.
         dropout: on the updates of all branches.
         memory: as in `ReversibleSequence`, for `2 depth` blocks.
@@ -47,7 +48,7 @@ class TwoModalityTransformer(nn.Module):
         depth: int = 6,
         heads: int = 8,
         dropout: float = 0.0,
-        memory: MemoryChoice = "reverse",
+        memory: Memory = "reverse",
     ) -> None:
         super().__init__()
         outputs = features if outputs is None else outputs
@@ -83,5 +84,5 @@ class TwoModalityTransformer(nn.Module):
             )
         streams = {name: embedded(inputs[name], layer) for name, layer in self.embed.items()}  # type: ignore[arg-type]
         streams = {name: stream + sinusoids(stream) for name, stream in streams.items()}
-        found = self.stack(streams, **{f"{name}_mask": mask for name, mask in (masks or {}).items()})
-        return {name: head(found[name]) for name, head in self.head.items()}
+        outputs = self.stack(streams, **{f"{name}_mask": mask for name, mask in (masks or {}).items()})
+        return {name: head(outputs[name]) for name, head in self.head.items()}

@@ -9,14 +9,12 @@ from ._costs import Prediction as Prediction
 from ._costs import predict as predict
 from ._fit import Fit as Fit
 from ._fit import fit as fit
+from ._measure import measure as measure
+from ._measure import measured as measured
 from ._planner import BudgetError as BudgetError
 from ._planner import Planned as Planned
 from ._planner import choose as choose
-from ._planner import measure as measure
 from ._planner import pareto as pareto
 from ._planner import plan as plan
 from ._search import cheapest as cheapest
 from ._search import smallest as smallest
-from ._sizes import parse_size as parse_size
-from ._sizes import show_size as show_size
-from ._steps import measured as measured

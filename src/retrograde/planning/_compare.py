@@ -1,31 +1,33 @@
-"""A budget's plan beside what people use without one: all stored, checkpoints, everything reversed."""
+"""A budget's plan beside what people use without one: everything stored, checkpoints, everything reversed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from retrograde._drive import drive
-from retrograde._outputs import Outputs
-from retrograde._plan import Plan
-from retrograde._sequence import ReversibleSequence
-from retrograde._streams import Streams
+from retrograde.engine.checkpoint import CheckpointTape
+from retrograde.engine.exactness import grid_placements
+from retrograde.engine.preserve import preserve
+from retrograde.measure.formatting import format_bytes
+from retrograde.measure.free_memory import has_room
+from retrograde.measure.loss import Loss
+from retrograde.measure.pictures import Point, draw_time_over_memory
+from retrograde.measure.stacks import the_stack
+from retrograde.measure.timing import Progress, least_seconds, silent
+from retrograde.measure.training_step import step_seconds
+from retrograde.memory import CHECKPOINT, Plan
+from retrograde.sequence import ReversibleSequence
 
 from ._costs import ChainCost, predict
-from ._planner import Planned, driven_by, pareto, the_stack
-from ._room import has_room
-from ._sizes import show_size
-from ._steps import least_seconds, mean_square, measured, planned_as, timed, undisturbed
+from ._measure import following, measured
+from ._planner import Planned, pareto
 
-_STORE, _EACH = "store", "checkpoint each block"
+_STORE, _EACH, _SEGMENTS = "store", "checkpoint each block", "checkpoint √n"
 _STEADY = 0.1  # by how much a machine's speed may change between two measurements
 
 
@@ -49,7 +51,7 @@ class Comparison:
     """The measured ways to train a model, and the curve of the fastest plan at every budget.
 
     `slowdown` is the time that storing everything took here, as a ratio to what it took when the plan was made. Far
-    from 1, the machine has changed its speed in between (cores that others use, or heat), and ratios with it.
+    from 1, the speed of the machine has changed in between (other processes, or heat), and the ratios with it.
     """
 
     rows: tuple[Row, ...]
@@ -58,7 +60,7 @@ class Comparison:
 
     @cached_property
     def curve(self) -> tuple[Planned, ...]:
-        """Searched for when it is drawn: one search for each of its points, which deep chains make felt."""
+        """Computed when it is drawn: each of its points is a search, which takes time for deep chains."""
         return tuple(pareto(self.chain))
 
     def table(self) -> str:
@@ -67,26 +69,31 @@ class Comparison:
         if max(self.slowdown, 1 / self.slowdown) > 1 + _STEADY:
             lines.append(
                 f"The machine changed its speed: storing everything took x{self.slowdown:.2f} of what it took when the "
-                "plan was made. Predicted times are of before; run it again."
+                "plan was made, which is what predicted times refer to. Run it again."
             )
         return "\n".join(lines)
 
     def plot(self, path: str | Path) -> Path:
-        """Time against peak memory, as a picture."""
-        from ._plot import draw
+        """Time over peak memory, as a picture: points are measured, the curve is predicted. Needs matplotlib."""
+        title = "Peak and time of a training step: points are measured"
+        points = filter(None, map(_point, self.rows))
+        return draw_time_over_memory(Path(path), title, points, [(p.peak, p.ratio) for p in self.curve])
 
-        return draw(self, Path(path))
+
+def _point(row: Row) -> Point | None:
+    """What was measured of a way, or what was predicted if it was not run; None if it was neither."""
+    if row.peak is not None and row.ratio is not None:
+        return Point(row.name, row.peak, row.ratio)
+    if row.predicted_peak is not None and row.predicted_ratio is not None:
+        return Point(row.name, row.predicted_peak, row.predicted_ratio, is_measured=False)
+    return None
 
 
 def _line(row: Row) -> str:
-    def peak(size: int | None, otherwise: str) -> str:
-        return f"{otherwise if size is None else show_size(size):>10}"
-
-    def ratio(value: float | None, width: int) -> str:
-        return f"{'' if value is None else f'x{value:.2f}':>{width}}"
-
-    measured_ = f"{peak(row.peak, 'no room')} {peak(row.predicted_peak, '')}"
-    return f"{row.name:<22} {measured_} {ratio(row.ratio, 6)} {ratio(row.predicted_ratio, 9)}  {row.plan}"
+    peak = "no room" if row.peak is None else format_bytes(row.peak)
+    predicted = "" if row.predicted_peak is None else format_bytes(row.predicted_peak)
+    ratio, predicted_ratio = ("" if r is None else f"x{r:.2f}" for r in (row.ratio, row.predicted_ratio))
+    return f"{row.name:<22} {peak:>10} {predicted:>10} {ratio:>6} {predicted_ratio:>9}  {row.plan}"
 
 
 def compare(
@@ -94,33 +101,30 @@ def compare(
     batch: Any,
     planned: Planned,
     *,
-    loss: Any = None,
-    stack: ReversibleSequence | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    loss: Loss | None = None,
+    stack: str | ReversibleSequence | None = None,
+    progress: Progress = silent,
 ) -> Comparison:
-    """Run steps of each kind for real, interleaved, and hold them against what was predicted."""
-    chain, loss = planned.chain, loss or mean_square
-    stack = the_stack(model) if stack is None else stack
-    ways = _ways(planned)
-    expected = {name: predict(chain, plan.memory) for name, plan in ways.items() if plan is not None}
+    """Run real steps in each way, interleaved, beside what was predicted. The arguments are those of `plan`."""
+    chain, stack = planned.chain, the_stack(model, stack)
+    ways = _ways(planned, stack)
+    expected = {name: predict(chain, plan.memory) for name, plan in ways.items() if name != _SEGMENTS}
     stored = expected[_STORE]
     in_segments = expected[_EACH].peak + stored.peak // math.isqrt(len(chain.blocks))  # at most
     needed = {name: expected[name].peak if name in expected else in_segments for name in ways}
-    fitting = {name: plan for name, plan in ways.items() if has_room(model, needed[name])}
+    fitting = {name: partial(following, stack, ways[name]) for name in ways if has_room(model, needed[name])}
     peaks: dict[str, int] = {}
-    with undisturbed(model):
-        for i, (name, plan) in enumerate(fitting.items()):
-            if progress is not None:
-                progress(f"the peak of {name}", i, len(fitting))
-            with _following(stack, plan):
+    with preserve(model):
+        for i, (name, way) in enumerate(fitting.items()):
+            progress(f"the peak of {name}", i, len(fitting))
+            with way():
                 peaks[name] = measured(model, batch, loss=loss).peak
-        following = {name: partial(_following, stack, plan) for name, plan in fitting.items()}
-        seconds = least_seconds(following, partial(timed, model, batch, loss), progress)
+        seconds = least_seconds(fitting, partial(step_seconds, model, batch, loss), progress)
     base = seconds.get(_STORE, stored.seconds)
     rows = [
         Row(
             name,
-            "torch.utils.checkpoint" if plan is None else str(plan),
+            str(plan),
             peaks.get(name),
             seconds[name] / base if name in seconds else None,
             expected[name].peak if name in expected else None,
@@ -131,47 +135,30 @@ def compare(
     return Comparison(tuple(rows), chain, base / stored.seconds)
 
 
-def _ways(planned: Planned) -> dict[str, Plan | None]:
-    """By name, the plan of each way; None for checkpoints around √n blocks each, which no plan expresses."""
+def _ways(planned: Planned, stack: ReversibleSequence) -> dict[str, Plan]:
+    """The plan of each way, by its name."""
     chain = planned.chain
     uniform = chain.uniform()
-    invertible = all("reverse" in block.modes for block in chain.blocks)
-    ways: dict[str, Plan | None] = {
-        _STORE: Plan(uniform["store"]),
-        _EACH: Plan(uniform["checkpoint"]),
-        "checkpoint √n": None,
-    }
+    ways = {_STORE: Plan(uniform["store"]), _EACH: Plan(uniform["checkpoint"]), _SEGMENTS: _in_segments(stack)}
     if "reverse" in uniform:
-        ways["reverse" if invertible else "reverse where possible"] = Plan(uniform["reverse"], chain.anchors)
+        is_whole = all("reverse" in block.modes for block in chain.blocks)
+        ways["reverse" if is_whole else "reverse where possible"] = Plan(uniform["reverse"], chain.anchors)
     return {**ways, "this budget's plan": planned.plan}
 
 
-@contextmanager
-def _following(stack: ReversibleSequence, plan: Plan | None) -> Iterator[None]:
-    with _in_segments(stack) if plan is None else planned_as(stack, plan):
-        yield
+class _SegmentTape(CheckpointTape):
+    """A checkpoint of several blocks."""
+
+    spans_blocks = True
 
 
-@contextmanager
-def _in_segments(stack: ReversibleSequence) -> Iterator[None]:
-    """Run the stack as √n parts of √n blocks, each inside torch.utils.checkpoint."""
-    blocks: list[Any] = list(stack.blocks)
-    size = max(1, math.isqrt(len(blocks)))
+def _in_segments(stack: ReversibleSequence) -> Plan:
+    """Checkpoints of √n blocks each, as with `torch.utils.checkpoint.checkpoint_sequential`.
 
-    def segmented(plan: Plan, streams: Streams, context: Mapping[str, Any], hidden: set[int]) -> Outputs:
-        def part(first: int, *given: Any) -> Outputs:
-            some = blocks[first : first + size]
-            wanted = {i - first for i in hidden}
-            stored = Plan.uniform("store", len(some))
-            return drive(some, stack.names, stored, range(len(some)), given, context, hidden=wanted)
-
-        outputs = Outputs(streams, stack.names)
-        for first in range(0, len(blocks), size):
-            found = checkpoint(part, first, *outputs, use_reentrant=False)
-            outputs.aux_by_block |= {first + i: losses for i, losses in found.aux_by_block.items()}
-            outputs.hidden |= {first + i: states for i, states in found.hidden.items()}
-            outputs = outputs.after(tuple(found))
-        return outputs
-
-    with driven_by(stack, segmented):
-        yield
+    Streams that are put on a grid again start a new segment: a tape knows of its steps only.
+    """
+    size = max(1, math.isqrt(len(stack)))
+    name = f"checkpoint every {size} blocks" if size > 1 else "checkpoint every block"
+    mode = replace(CHECKPOINT, name=name, make_tape=_SegmentTape, blocks_per_tape=size)
+    placements = grid_placements(list(stack), range(len(stack)), stack.names)
+    return Plan((mode,) * len(stack), frozenset(placements) - {0})

@@ -1,23 +1,18 @@
-"""One training run of one size in a process of its own, started by `fit`."""
+"""One training run of one size, in the process that `fit` started for it."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from retrograde._plan import Memory
-from retrograde._sequence import ReversibleSequence
-
-from ._batches import call, tensors_in
+from retrograde.measure.stacks import stacks_of
+from retrograde.measure.targets import TargetError, load
+from retrograde.measure.training_step import loss_of
 
 STEPS = 2
 """The optimiser makes its state in the first step, so only the second has everything alive at its peak."""
@@ -26,91 +21,37 @@ _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory",
 
 
 def main(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Train for `STEPS` steps and tell the peak, or what went wrong."""
+    """Train for `STEPS` steps and return the peak, or what went wrong."""
     try:
         _limit_accelerator(arguments["memory_limit"])
-        made = _load(arguments["target"])(**{arguments["vary"]: arguments["size"]})
-        model, batch, loss, optimizer = unpacked(made)
-        set_memory(model, arguments["memory"])
+        target = load(arguments["target"], **{arguments["vary"]: arguments["size"]})
+        model, optimizer = target.model, target.optimizer or torch.optim.AdamW(target.model.parameters())
+        for stack in stacks_of(model).values():
+            stack.memory = arguments["memory"]
         for _ in range(STEPS):
             optimizer.zero_grad()
-            loss(call(model, batch)).backward()
+            loss_of(model, target.batch, target.loss).backward()
             optimizer.step()
         device = next(model.parameters()).device
         return {"outcome": "done", "peak": _peak(device), "device": str(device.type)}
+    except TargetError as error:
+        return _failed(error.__cause__, str(error))
     except Exception as error:
-        if is_out_of_memory(error):
-            return {"outcome": "out of memory"}
-        return {"outcome": "failed", "error": f"{type(error).__name__}: {error}"}
+        return _failed(error, f"{type(error).__name__}: {error}")
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def _failed(error: BaseException | None, message: str) -> dict[str, Any]:
+    return {"outcome": "out of memory"} if is_out_of_memory(error) else {"outcome": "failed", "error": message}
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
-def unpacked(made: Any) -> tuple[nn.Module, Any, Callable[[Any], Tensor], torch.optim.Optimizer]:
-    """What the factory returned, with a loss and an optimiser where it gave none."""
-    parts = (*made, None, None)[:4] if isinstance(made, (tuple, list)) and 2 <= len(made) <= 4 else ()
-    if not parts or not isinstance(parts[0], nn.Module):
-        kinds = [type(part).__name__ for part in made] if isinstance(made, (tuple, list)) else type(made).__name__
-        raise TypeError(
-            f"The factory returned {kinds}. It must return (model, batch), (model, batch, loss) or "
-            "(model, batch, loss, optimizer), where loss takes what the model returns."
-        )
-    model, batch, loss, optimizer = parts
-    return model, batch, loss or mean_of_outputs, optimizer or torch.optim.AdamW(model.parameters())
-
-
-def set_memory(model: nn.Module, memory: Memory) -> None:
-    """Give every reversible sequence in the model this memory mode; what cannot be inverted is checkpointed."""
-    sequences = [module for module in model.modules() if isinstance(module, ReversibleSequence)]
-    if not sequences:
-        raise TypeError(
-            f"The model, a {type(model).__name__}, has no ReversibleSequence in it, so that memory={memory!r} would "
-            "change nothing. Build it with one, or fit a model that has."
-        )
-    for sequence in sequences:
-        modes: list[Memory] = [
-            "checkpoint" if memory == "reverse" and not block.invertible else memory for block in sequence.blocks
-        ]
-        sequence.memory = modes
-
-
-def mean_of_outputs(output: Any) -> Tensor:
-    """The loss of a factory that gives none: the sum of the means of what the model returns."""
-    means = [tensor.float().mean() for tensor in tensors_in(output) if tensor.requires_grad]
-    if not means:
-        raise TypeError(
-            f"The model returned {type(output).__name__}, in which no tensor was found that requires grad. Where one "
-            "is, let the factory return a loss too: (model, batch, loss). Where none is, nothing is trained: unfreeze "
-            "some parameters."
-        )
-    return torch.stack(means).sum()
-
-
-def _load(target: str) -> Callable[..., Any]:
-    place, _, name = target.rpartition(":")
-    module = module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    factory: Callable[..., Any] = getattr(module, name)
-    return factory
-
-
-def module_of_file(path: Path) -> ModuleType:
-    """Run a file whatever its name, which may be one that no import statement could write."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))  # its neighbours can be imported, as when it is run
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def _limit_accelerator(memory_limit: int) -> None:
-    """Let the allocator refuse what is beyond the limit, where there is an accelerator whose allocator can."""
+    """Let the allocator refuse what is beyond the limit, if there is an accelerator whose allocator can."""
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return
@@ -121,14 +62,14 @@ def _limit_accelerator(memory_limit: int) -> None:
 
 
 def _peak(device: torch.device) -> int:
-    """The most bytes that the allocator had of an accelerator, or that the whole process had of the machine."""
+    """The most bytes that the accelerator's allocator reserved, or that were resident in the whole process."""
     if device.type != "cpu":
         return int(torch.accelerator.max_memory_reserved(device))
     return peak_resident(Path("/proc/self/status"))
 
 
 def peak_resident(status: Path) -> int:
-    """The peak of the resident memory of a process, of which Linux tells in this file."""
+    """The peak of a process's resident memory, which Linux reports in this file."""
     for line in status.read_text().splitlines():
         if line.startswith("VmHWM:"):
             return 1024 * int(line.split()[1])
@@ -136,6 +77,6 @@ def peak_resident(status: Path) -> int:
 
 
 def run() -> None:
-    """What the process does: its argument says what to try, and where to tell of it."""
-    given = json.loads(sys.argv[1])
-    Path(given["report"]).write_text(json.dumps(main(given)), encoding="utf-8")
+    """The process: its argument says what to try, and where to write the report."""
+    arguments = json.loads(sys.argv[1])
+    Path(arguments["report"]).write_text(json.dumps(main(arguments)), encoding="utf-8")

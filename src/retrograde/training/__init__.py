@@ -1,7 +1,7 @@
 """A small trainer of language models, as `retrograde train config.toml` runs it.
 
-Text or tokens in; AdamW, accumulation, bf16, DDP and FSDP2; checkpoints that hold no code and are there as a
-whole or not at all; a run that was killed goes on from the last one, on a CPU with the same bits.
+It trains on text or tokens, with AdamW, gradient accumulation, bf16, DDP and FSDP2. Checkpoints contain no code and are
+written completely or not at all; a run that was killed resumes from the last one, on a CPU with the same bits.
 """
 
 from ._checkpoints import CheckpointError as CheckpointError

@@ -1,14 +1,16 @@
-"""Checkpoints: a folder each, with tensors in safetensors and the rest in JSON. Nothing in them is ever run.
+"""Checkpoints: one folder each, with tensors in safetensors and the rest in JSON. Nothing in them is ever run.
 
-NOTE [Why a checkpoint is whole or not there]
+NOTE [Why a checkpoint is complete or absent]
  1. It is written under another name (`.unfinished`), each file is flushed to the disk, and the folder is then renamed,
-    which file systems do at once. Who is killed before leaves an unfinished one, which the next run removes.
+    which file systems do atomically. A run that is killed before that leaves an unfinished one, which the next run
+    removes.
  2. `state.json` has the size and the SHA-256 of each file, so that a truncated or altered one is noticed.
- 3. Old ones are removed after the new one is there, and are renamed first, so that no half of one looks like one.
- 4. A checkpoint that is not whole is never removed, replaced or skipped without a word: the run ends with an error
-    that names the last one that is.
- 5. Who goes on from an earlier one (`--from`) leaves later ones, of another course. They are not counted among those
-    to keep, and are renamed (`.left`) before the first new one is there, so that the next run goes on from that.
+ 3. Old ones are removed after the new one was written. They are renamed first, so that a half-removed one does not
+    look like a checkpoint.
+ 4. A damaged checkpoint is never silently removed, replaced or skipped: the run ends with an error that names the
+    last good one.
+ 5. A run that resumes from an earlier one (`--from`) leaves the later ones behind. They do not count among those to
+    keep, and are renamed (`.left`) before the first new one is finished, so that the next run resumes from that.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class CheckpointError(Exception):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a run needs to go on as if it had not stopped."""
+    """What a run needs to continue as if it had not stopped."""
 
     step: int
     model: dict[str, Tensor]
@@ -45,7 +47,7 @@ class Checkpoint:
 
 
 class CheckpointFolder:
-    """The checkpoints of one run, the last `keep` of them. See NOTE [Why a checkpoint is whole or not there]."""
+    """The checkpoints of one run, the last `keep` of them. See NOTE [Why a checkpoint is complete or absent]."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
@@ -53,14 +55,13 @@ class CheckpointFolder:
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08}"
 
-    def found(self) -> list[Path]:
-        """Those that were finished, the oldest first."""
-        names = self.folder.glob("step-*") if self.folder.is_dir() else []
-        found = [path for path in names if path.is_dir() and path.name.removeprefix("step-").isdecimal()]
-        return sorted(found, key=_step_of)
+    def finished(self) -> list[Path]:
+        """The finished checkpoints, the oldest first."""
+        paths = self.folder.glob("step-*") if self.folder.is_dir() else []
+        return sorted((p for p in paths if p.is_dir() and p.name.removeprefix("step-").isdecimal()), key=_step_of)
 
     def tidy(self) -> None:
-        """Make the folder, and remove what a killed run left unfinished."""
+        """Create the folder, and remove what a killed run left unfinished."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for left in [*self.folder.glob("step-*.unfinished"), *self.folder.glob("step-*.removed")]:
             shutil.rmtree(left, ignore_errors=True)
@@ -72,41 +73,41 @@ class CheckpointFolder:
         try:
             shutil.rmtree(unfinished, ignore_errors=True)
             _write(unfinished, checkpoint)
-            for later in [other for other in self.found() if _step_of(other) > checkpoint.step]:
+            for later in [other for other in self.finished() if _step_of(other) > checkpoint.step]:
                 later.rename(_unused(later.with_name(f"{later.name}.left")))
             if path.exists():
                 self._remove(path)
             unfinished.rename(path)
             _flush(self.folder)
-        except (OSError, _safetensors_error()) as error:
+        except (OSError, _safetensors().SafetensorError) as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise CheckpointError(
                 f"The checkpoint {path} could not be written: {getattr(error, 'strerror', None) or error}. "
-                f"{self._last_good(path)} Make room, and run the same command again to go on from there."
+                f"{self._last_good(path)} Free some space, and run the same command again to resume from there."
             ) from None
-        for old in self.found()[: -self.keep]:
+        for old in self.finished()[: -self.keep]:
             self._remove(old)
         return path
 
     def load(self, path: Path) -> Checkpoint:
-        """Read a checkpoint and see that it is whole."""
+        """Read a checkpoint and check that it is complete."""
         if not any((path / name).exists() for name in (_STATE, _MODEL, _OPTIMIZER)):
             raise CheckpointError(
-                f"{path} is no checkpoint: it has no {_STATE}. {self._last_good(path)} Nothing was changed."
+                f"{path} is not a checkpoint: it has no {_STATE}. {self._last_good(path)} Nothing was changed."
             )
         try:
             state = _checked_state(path)
-            load = _safetensors().load_file
+            load = _safetensors().torch.load_file
             return Checkpoint(state["step"], load(path / _MODEL), load(path / _OPTIMIZER), state["details"])
-        except (OSError, ValueError, KeyError, TypeError, _safetensors_error()) as error:
+        except (OSError, ValueError, KeyError, TypeError, _safetensors().SafetensorError) as error:
             reason = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error)
             raise CheckpointError(
-                f"The checkpoint {path} is damaged: {reason}. {self._last_good(path)} Nothing was changed. To go on "
-                "from another one, name it with --from; a damaged one is replaced when training reaches its step again."
+                f"The checkpoint {path} is damaged: {reason}. {self._last_good(path)} Nothing was changed. "
+                "Name another one to resume from with --from; a damaged one is replaced when training reaches its step."
             ) from None
 
     def _last_good(self, other: Path) -> str:
-        for path in reversed(self.found()):
+        for path in reversed(self.finished()):
             if path != other:
                 with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                     _checked_state(path)
@@ -125,14 +126,14 @@ def _step_of(path: Path) -> int:
 
 
 def _unused(path: Path) -> Path:
-    """The name, or with a number after it that makes it a new one."""
+    """The path, with a number appended if it exists."""
     names = (path if i == 1 else path.with_name(f"{path.name}-{i}") for i in itertools.count(1))
     return next(name for name in names if not name.exists())
 
 
 def _write(folder: Path, checkpoint: Checkpoint) -> None:
     folder.mkdir()
-    save = _safetensors().save_file
+    save = _safetensors().torch.save_file
     files = {}
     for name, tensors in ((_MODEL, checkpoint.model), (_OPTIMIZER, checkpoint.optimizer)):
         save({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name)
@@ -146,7 +147,7 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def _checked_state(path: Path) -> dict[str, Any]:
-    """The state of a checkpoint whose files are all as they were written."""
+    """The state of a checkpoint, all of whose files are unaltered."""
     try:
         state: Any = json.loads((path / _STATE).read_text(encoding="utf-8"))
     except ValueError:
@@ -158,18 +159,18 @@ def _checked_state(path: Path) -> dict[str, Any]:
     for name, wanted in state["files"].items():
         size = (path / name).stat().st_size
         if size != wanted["bytes"]:
-            raise ValueError(f"{name} has {size:,} bytes in the place of {wanted['bytes']:,}")
+            raise ValueError(f"{name} has {size:,} bytes instead of {wanted['bytes']:,}")
         if _digest(path / name) != wanted["sha256"]:
-            raise ValueError(f"{name} was altered: it has its size, but not its SHA-256")
+            raise ValueError(f"{name} was altered: its size is right, but its SHA-256 is not")
     return dict(state)
 
 
 def _digest(path: Path) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(1 << 20):
-            found.update(part)
-    return found.hexdigest()
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def _digest_of(state: Mapping[str, Any]) -> str:
@@ -177,7 +178,7 @@ def _digest_of(state: Mapping[str, Any]) -> str:
 
 
 def _flush(path: Path) -> None:
-    """See that a file or a folder is on the disk."""
+    """Flush a file or a folder to the disk."""
     if path.is_dir() and os.name == "nt":
         return  # folders cannot be opened there
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -189,7 +190,7 @@ def _flush(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a run's folder for one process and those it works with. The lock ends with it, however it ends."""
+    """Lock a run's folder for one job. The lock ends with the process, however it ends."""
     try:
         import fcntl
     except ModuleNotFoundError:  # Windows
@@ -211,12 +212,4 @@ def _safetensors() -> Any:
         import safetensors.torch
     except ModuleNotFoundError:
         raise CheckpointError("Checkpoints need safetensors: pip install 'retrograde[train]'.") from None
-    return safetensors.torch
-
-
-def _safetensors_error() -> type[Exception]:
-    _safetensors()
-    from safetensors import SafetensorError
-
-    found: type[Exception] = SafetensorError
-    return found
+    return safetensors

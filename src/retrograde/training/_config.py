@@ -7,17 +7,20 @@ import importlib
 import math
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from retrograde.memory import MODES
+from retrograde.network.choices import check_choice
 
 
 class ConfigError(Exception):
     """A configuration that cannot be used; the message says in a sentence why, and what to write."""
 
 
-MOST_THREADS = 1024  # a process that asks the system for far more than it has is ended by it, without a word
+MOST_THREADS = 1024  # the system silently kills a process that asks for far more than it has
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,9 @@ class ModelConfig:
     kv_heads: int | None = None
     hidden: int | None = None
     dropout: float = 0.0
-    memory: Literal["reverse", "partial", "checkpoint", "offload", "store"] = "reverse"
-    exact: bool | int = False
+    memory: str = "reverse"
+    exact: bool = False
+    grid_bits: int | None = None
 
     def check(self) -> None:
         _at_least(self, 1, "width", "depth", "heads", "kv_heads", "hidden")
@@ -42,15 +46,18 @@ class ModelConfig:
             )
         if self.kv_heads is not None and self.heads % self.kv_heads:
             raise ConfigError(f"model.kv_heads = {self.kv_heads} does not divide model.heads = {self.heads}.")
-        if type(self.exact) is int and not 1 <= self.exact <= 22:
-            raise ConfigError(f"model.exact = {self.exact} is no number of bits; give true, false, or 1 to 22.")
+        _check_choice("model.memory", self.memory, MODES)
+        if self.grid_bits is not None and not self.exact:
+            raise ConfigError(f"model.grid_bits = {self.grid_bits} is for exact streams: set model.exact = true too.")
+        if self.grid_bits is not None and not 1 <= self.grid_bits <= 22:
+            raise ConfigError(f"model.grid_bits = {self.grid_bits} is not a number of bits from 1 to 22.")
         if not 0 <= self.dropout < 1:
-            raise ConfigError(f"model.dropout = {self.dropout} is not a share from 0 up to, but not including, 1.")
+            raise ConfigError(f"model.dropout = {self.dropout} is not a fraction from 0 up to, but not including, 1.")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """A text file, a folder of text files, or a file of tokens (`.bin`), which is mapped into memory, not read."""
+    """A text file, a folder of text files, or a file of tokens (`.bin`), which is memory-mapped."""
 
     path: str = ""
     tokens: Literal["characters", "bytes", "uint8", "uint16", "int32"] = "characters"
@@ -70,7 +77,9 @@ class DataConfig:
             )
         _at_least(self, 1, "length", "vocabulary")
         if not 0 <= self.validation < 1:
-            raise ConfigError(f"data.validation = {self.validation} is not a share from 0 up to, but not including, 1.")
+            raise ConfigError(
+                f"data.validation = {self.validation} is not a fraction from 0 up to, but not including, 1."
+            )
         if self.is_tokens and self.vocabulary is None:
             raise ConfigError(f'data.tokens = "{self.tokens}" needs data.vocabulary, the number of different tokens.')
         if not self.is_tokens and self.vocabulary is not None:
@@ -114,18 +123,18 @@ class TrainingConfig:
                 raise ConfigError(f"training.{name} = {getattr(self, name)} is not a finite number.")
         for name, most in (("seed", 2**63 - 1), ("threads", MOST_THREADS)):
             if getattr(self, name) > most:
-                raise ConfigError(
-                    f"training.{name} = {getattr(self, name)} is more than {most}, the most there can be."
-                )
+                raise ConfigError(f"training.{name} = {getattr(self, name)} is more than the maximum of {most}.")
         if not 0 <= self.final_rate <= 1:
-            raise ConfigError(f"training.final_rate = {self.final_rate} is not a share of the learning rate, 0 to 1.")
+            raise ConfigError(
+                f"training.final_rate = {self.final_rate} is not a fraction of the learning rate, 0 to 1."
+            )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"training.betas = {list(self.betas)}: each is from 0 up to, but not including, 1.")
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """How often the loss on unseen text is measured, and on how many batches. 0 is never."""
+    """How often the loss on unseen text is measured, and on how many batches. 0 means never."""
 
     every: int = 100
     batches: int = 8
@@ -137,7 +146,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """Where log and checkpoints go, how often, and how many checkpoints are kept."""
+    """Where log and checkpoints are written, how often, and how many checkpoints are kept."""
 
     folder: str = "run"
     save_every: int = 100
@@ -152,7 +161,7 @@ class OutputConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """All of it, one field a table of the TOML file."""
+    """The whole configuration, one field per table of the TOML file."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -161,13 +170,13 @@ class Config:
     output: OutputConfig = field(default_factory=OutputConfig)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Plain values, as JSON and TOML have them."""
-        found = dataclasses.asdict(self)
-        found["training"]["betas"] = list(self.training.betas)
-        return found
+        """The configuration as plain values, for JSON and TOML."""
+        tables = dataclasses.asdict(self)
+        tables["training"]["betas"] = list(self.training.betas)
+        return tables
 
 
-# What may differ between a checkpoint and the configuration that goes on from it: what is computed stays the same.
+# What may differ between a checkpoint and the configuration that resumes from it: it does not change what is computed.
 FREE = {
     "model.memory", "data.path", "data.files", "training.parallel", "training.device", "training.threads",
     "training.accumulate", "training.compile",
@@ -177,29 +186,27 @@ FREE = {
 
 
 def changes(before: Mapping[str, Mapping[str, Any]], now: Config) -> list[str]:
-    """What computes something else than before did, as `table.key: old → new`."""
-    found = []
-    for table, values in now.to_dict().items():
-        for key, value in values.items():
-            old = before.get(table, {}).get(key)
-            same = old == value and isinstance(old, bool) == isinstance(value, bool)  # exact = true is not exact = 1
-            if not same and f"{table}.{key}" not in FREE:
-                found.append(f"{table}.{key}: {old!r} → {value!r}")
-    return found
+    """What changes the computation, as `table.key: old → new`."""
+    return [
+        f"{table}.{key}: {old!r} → {value!r}"
+        for table, values in now.to_dict().items()
+        for key, value in values.items()
+        if (old := before.get(table, {}).get(key)) != value and f"{table}.{key}" not in FREE
+    ]
 
 
 def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The configuration in a TOML file. Relative paths in it start at its folder.
+    """The configuration in a TOML file. Relative paths in it are relative to its folder.
 
     Args:
-        overrides: values by `table.key`, which stand above those of the file.
+        overrides: values by `table.key`, which take precedence over those of the file.
     """
     tables = _parsed(path)
     for name, value in (overrides or {}).items():
         table, _, key = name.partition(".")
-        if not isinstance(tables.get(table, {}), dict):
-            raise ConfigError(f"{path}: {table} = {tables[table]!r} is a value; write a table, [{table}].")
-        tables.setdefault(table, {})[key] = value
+        values = tables.setdefault(table, {})
+        if isinstance(values, dict):  # otherwise config_of refuses it
+            values[key] = value
     config = config_of(tables, where=str(path))
     here = path.parent
     return dataclasses.replace(
@@ -210,7 +217,7 @@ def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> Confi
 
 
 def parse_value(text: str) -> Any:
-    """A value as TOML writes it; what is none is taken as text."""
+    """A value in TOML's notation; anything else is taken as text."""
     try:
         return _toml().loads(f"value = {text}")["value"]
     except ValueError:
@@ -218,12 +225,12 @@ def parse_value(text: str) -> Any:
 
 
 def config_of(tables: Mapping[str, Any], *, where: str = "The configuration") -> Config:
-    """The checked configuration of plain values."""
+    """The configuration made of plain values, checked."""
     parts: dict[str, Any] = {}
     kinds = {f.name: f.default_factory for f in dataclasses.fields(Config)}
     for name, values in tables.items():
         if name not in kinds:
-            raise ConfigError(f"{where}: there is no table [{name}]. There are {_listed(kinds)}.")
+            raise ConfigError(f"{where}: there is no table [{name}]. The tables are {', '.join(kinds)}.")
         if not isinstance(values, Mapping):
             raise ConfigError(f"{where}: {name} = {values!r} is a value; write a table, [{name}].")
         parts[name] = _part(kinds[name], name, values, where)
@@ -241,20 +248,17 @@ def _part(kind: Any, table: str, values: Mapping[str, Any], where: str) -> Any:
     hints = get_type_hints(kind)
     unknown = [key for key in values if key not in hints]
     if unknown:
-        raise ConfigError(f"{where}: [{table}] has no {_listed(unknown)}. It has {_listed(hints)}.")
+        raise ConfigError(f"{where}: [{table}] has no {', '.join(unknown)}. It has {', '.join(hints)}.")
     return kind(**{key: _fitted(f"{table}.{key}", value, hints[key]) for key, value in values.items()})
 
 
 def _fitted(name: str, value: Any, hint: Any) -> Any:
-    """The value as its field wants it, or an error that says what it wants."""
+    """The value in the type of its field, or an error that says what the field takes."""
     if get_origin(hint) is Literal:
-        if value not in get_args(hint):
-            raise ConfigError(f"{name} = {value!r} is none of {_listed(map(repr, get_args(hint)))}.")
+        _check_choice(name, value, get_args(hint))
         return value
-    if get_origin(hint) is types.UnionType:  # a plain kind, and None (which is left out, in TOML) or another
-        if value is None or type(value) in get_args(hint):
-            return value
-        return _fitted(name, value, get_args(hint)[0])
+    if get_origin(hint) is types.UnionType:  # of a plain type and None, which TOML cannot write
+        return None if value is None else _fitted(name, value, get_args(hint)[0])
     if get_origin(hint) is tuple:
         if not isinstance(value, (list, tuple)) or len(value) != len(get_args(hint)):
             raise ConfigError(f"{name} = {value!r} must be a list of {len(get_args(hint))} numbers.")
@@ -267,16 +271,19 @@ def _fitted(name: str, value: Any, hint: Any) -> Any:
     return value
 
 
+def _check_choice(name: str, value: Any, choices: Iterable[object]) -> None:
+    try:
+        check_choice(name, value, choices)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def _at_least(part: Any, least: int, *names: str) -> None:
     table = type(part).__name__.removesuffix("Config").lower()
     for name in names:
         value = getattr(part, name)
         if value is not None and not value >= least:
             raise ConfigError(f"{table}.{name} = {value} must be {least} or more.")
-
-
-def _listed(names: Any) -> str:
-    return ", ".join(names)
 
 
 def _parsed(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a run trains on: text or tokens in, batches out. A batch depends on the seed and the step's number alone."""
+"""What a run trains on: batches of text or tokens. A batch depends only on the seed and the step's number."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor
 from ._config import ConfigError, DataConfig
 
 _DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16, "int32": torch.int32}
-_PART = 1 << 20  # tokens that are looked at at a time
+_PART = 1 << 20  # tokens that are read at once
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Text to token numbers and back: the characters that there are, or bytes, or (of a file of tokens) neither."""
+    """Text to token numbers and back: the characters of the text, or bytes, or (for a file of tokens) neither."""
 
     size: int
     characters: str | None = None
@@ -31,19 +31,23 @@ class Vocabulary:
         if self.is_bytes:
             return torch.tensor(list(text.encode("utf-8")), dtype=torch.uint8)
         if self.characters is None:
-            raise ValueError("The model was trained on a file of tokens; only who made the file can encode text.")
+            raise ValueError(
+                "The model was trained on a file of tokens: encode text with the tokenizer that made the file."
+            )
         unknown = sorted(set(text) - set(self.characters))
         if unknown:
-            raise ValueError(f"The text that was trained on has no {unknown}; its characters are {self.characters!r}.")
+            raise ValueError(f"The training text has no {unknown}; its characters are {self.characters!r}.")
         number = {character: i for i, character in enumerate(self.characters)}
         return torch.tensor([number[character] for character in text], dtype=torch.int32)
 
     def decode(self, tokens: Tensor) -> str:
-        """The text of token numbers; bytes that are no UTF-8 become question marks."""
+        """The text of token numbers; bytes that are not UTF-8 become question marks."""
         if self.is_bytes:
             return bytes(tokens.tolist()).decode("utf-8", errors="replace")
         if self.characters is None:
-            raise ValueError("The model was trained on a file of tokens; only who made the file can decode them.")
+            raise ValueError(
+                "The model was trained on a file of tokens: decode them with the tokenizer that made the file."
+            )
         return "".join(self.characters[i] for i in tokens.tolist())
 
     def to_dict(self) -> dict[str, Any]:
@@ -55,11 +59,11 @@ class Vocabulary:
 
 
 class Corpus:
-    """Tokens in a row: those to train on, and at their end those that are only evaluated on.
+    """A sequence of tokens: those to train on, followed by those to evaluate on.
 
     Attributes:
         vocabulary: what the tokens stand for.
-        fingerprint: of the tokens, so that a run which goes on notices another text.
+        fingerprint: of the tokens, so that a run that resumes notices another text.
     """
 
     def __init__(self, tokens: Tensor, vocabulary: Vocabulary, config: DataConfig) -> None:
@@ -76,7 +80,7 @@ class Corpus:
                 )
 
     def batch(self, seed: int, step: int, size: int) -> Tensor:
-        """The batch of a step, `(size, length + 1)`, whatever came before it."""
+        """The batch of a step, `(size, length + 1)`."""
         return self._drawn(self.seen, mixed(seed, "batch", step), size)
 
     def unseen_batch(self, number: int, size: int) -> Tensor:
@@ -90,12 +94,12 @@ class Corpus:
 
 
 def mixed(*parts: object) -> int:
-    """One seed of several parts, the same on every machine."""
+    """One seed made of several parts, the same on every machine."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "little")
 
 
 def read_corpus(config: DataConfig) -> Corpus:
-    """Read the text, or map the file of tokens into memory."""
+    """Read the text, or memory-map the file of tokens."""
     path = Path(config.path)
     try:
         if config.is_tokens:
@@ -117,17 +121,17 @@ def _vocabulary(text: str, config: DataConfig) -> Vocabulary:
 
 
 def _text(path: Path, config: DataConfig) -> str:
-    """A file's text, or that of all files below a folder in the order of their names, with a line between."""
+    """The text of a file, or of all files below a folder in the order of their names, joined by newlines."""
     files = [path]
     if path.is_dir():
         try:
             files = sorted(file for file in path.rglob(config.files) if file.is_file())
         except (NotImplementedError, ValueError) as error:
             raise ConfigError(
-                f'data.files = "{config.files}" is no pattern of names below a folder: {error}. As in "*.txt".'
+                f'data.files = "{config.files}" is not a pattern of file names: {error}. Write, for example, "*.txt".'
             ) from None
         if not files:
-            raise ConfigError(f'data.path: no file below {path} is named like data.files = "{config.files}".')
+            raise ConfigError(f'data.path: no file below {path} matches data.files = "{config.files}".')
     parts = []
     for file in files:
         try:
@@ -144,7 +148,7 @@ def _mapped(path: Path, config: DataConfig) -> Tensor:
     dtype, size = _DTYPES[config.tokens], path.stat().st_size
     if not path.is_file() or size == 0 or size % dtype.itemsize:
         raise ConfigError(
-            f'data.path: {path} has {size} bytes, which are no tokens of data.tokens = "{config.tokens}" '
+            f'data.path: {path} has {size} bytes, which is not a number of tokens of data.tokens = "{config.tokens}" '
             f"({dtype.itemsize} bytes each)."
         )
     tokens = torch.from_file(str(path), shared=False, size=size // dtype.itemsize, dtype=dtype)
@@ -157,8 +161,8 @@ def _mapped(path: Path, config: DataConfig) -> Tensor:
 
 
 def _fingerprint(tokens: Tensor) -> str:
-    """Of all tokens, in the place where they are: a change anywhere is another text."""
-    found = hashlib.sha256(f"{len(tokens)} {tokens.dtype}".encode())
+    """A hash of all tokens, read where they are, without a copy: a change anywhere changes it."""
+    digest = hashlib.sha256(f"{len(tokens)} {tokens.dtype}".encode())
     for part in tokens.split(_PART):
-        found.update((ctypes.c_char * part.nbytes).from_address(part.data_ptr()))
-    return found.hexdigest()[:32]
+        digest.update((ctypes.c_char * part.nbytes).from_address(part.data_ptr()))
+    return digest.hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""The log of a run: JSON, one event a line, and TensorBoard where it is installed."""
+"""The log of a run: JSON, one event per line, and TensorBoard where it is installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Event = dict[str, Any]
 
 
 class Log:
-    """Appends events to `log.jsonl`. What was logged after the step that a run goes on from is taken out first."""
+    """Appends events to `log.jsonl`. Events after the step that a run resumes from are removed first."""
 
     def __init__(self, folder: Path, step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -33,22 +33,22 @@ class Log:
                     self._board.add_scalar(f"{kind}/{name}", value, event["step"])
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what could not be flushed was reported when it was written
+        with contextlib.suppress(OSError):  # what could not be flushed was reported as it was written
             self._file.close()
         if self._board is not None:
             self._board.close()
 
 
 def _cut(path: Path, step: int) -> None:
-    """Keep the events up to a step. A line that a killed run did not finish goes too."""
-    kept = []
+    """Keep the events up to a step. A line that a killed run did not finish is removed too."""
+    lines = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
+                lines.append(line + "\n")
     new = path.with_name(f"{path.name}.unfinished")
     with new.open("w", encoding="utf-8") as file:
-        file.writelines(kept)
+        file.writelines(lines)
         file.flush()
         os.fsync(file.fileno())
     new.replace(path)

@@ -1,5 +1,0 @@
-"""`python -m retrograde.cli`."""
-
-from . import main
-
-main()

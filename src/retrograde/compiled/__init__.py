@@ -1,0 +1,1 @@
+"""Stacks inside of models that torch.compile compiles."""

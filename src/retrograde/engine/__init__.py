@@ -1,0 +1,1 @@
+"""How a call runs, and how its activations are recomputed in the backward pass."""

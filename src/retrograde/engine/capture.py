@@ -1,0 +1,89 @@
+"""What a replay saves, compared with what the first run saved; and the errors where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor
+
+from .saved_streams import edited_in_place
+from .step_record import StepRecord
+
+_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
+
+
+class StopReplay(BaseException):
+    """Ends a replay as soon as all that was asked for is there. Not an Exception: no branch is to catch it."""
+
+
+@dataclass(slots=True)
+class Capture:
+    """The tensors that a replay saves, to be handed to autograd in the place of those that the first run saved.
+
+    Attributes:
+        index: the step's number on its tape.
+        first: the first of the handles that it serves; `end` is behind the last.
+        stop_at: after how many tensors to stop the replay; -1 never.
+        is_reread: whether tensors stay after they were handed out: a node reads its saved tensors a second time.
+    """
+
+    index: int
+    first: int
+    end: int
+    record: StepRecord
+    stop_at: int = -1
+    is_reread: bool = False
+    tensors: list[Any] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def unpack(self, position: int) -> Tensor:
+        """For a branch that differentiates in its forward."""
+        return unedited(self.tensors[position], self.versions[position])
+
+    def check(self, recomputed: Sequence[Tensor]) -> None:
+        """Raise if the replay saved other tensors (rule 6), or somebody edited one in between.
+
+        Shape and dtype are compared; to another device autograd itself objects.
+        """
+        tensors, record = self.tensors, self.record
+        if [list(map(_shape, tensors)), list(map(_dtype, tensors))] != record.saved:
+            raise replay_mismatch(record, self._difference())
+        ours = (*recomputed, *record.state.introduced)  # whose versions start anew
+        for tensor, now, then in zip(tensors, self.versions, record.versions, strict=True):
+            if now != then and not any(_share_storage(tensor, other) for other in ours if other is not None):
+                raise edited_in_place(f"a tensor of shape {tuple(tensor.shape)} that {record.bound.step.name} uses")
+
+    def _difference(self) -> str:
+        tensors, (shapes, dtypes) = self.tensors, self.record.saved
+        for i, (tensor, shape, dtype) in enumerate(zip(tensors, shapes, dtypes, strict=False)):
+            if tensor.shape != shape or tensor.dtype != dtype:
+                return (
+                    f"saved another tensor at position {i} than its first run: {tuple(tensor.shape)} {tensor.dtype} "
+                    f"for {tuple(shape)} {dtype}"
+                )
+        return f"saved {len(tensors)} tensors, where its first run saved {len(shapes)}"
+
+
+def unedited(tensor: Tensor, expected: int) -> Tensor:
+    """The tensor, if nobody edited it since its version was as expected."""
+    if tensor._version != expected:
+        raise edited_in_place(f"a tensor of shape {tuple(tensor.shape)} inside a branch")
+    return tensor
+
+
+def replay_mismatch(record: StepRecord, difference: str) -> RuntimeError:
+    """The error for a replay that did something else than the first run."""
+    return RuntimeError(
+        f"The replay of {record.bound.step.name} in block {record.index} {difference}. A branch must "
+        "do the same each time it runs: look for state kept outside of buffers, data that changed in between, or "
+        "control flow that depends on either. If it decides by comparing (top-k routing), rounding in a recomputed "
+        "stream may have flipped a decision: retrograde.decide() reuses the first one, memory='checkpoint' recomputes "
+        "without rounding. retrograde.is_replaying() tells the runs apart, and memory='store' avoids the replay."
+    )
+
+
+def _share_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

@@ -1,0 +1,169 @@
+"""Leaving everything as it was: the state around a run, to be put back.
+
+What is kept: buffers, plain attributes (counters and caches that a module keeps for itself; lists, dictionaries and
+sets one level deep), training flags, gradients, and the generators of random numbers, global ones and those that
+modules own. Parameters are not copied: a forward and a backward pass leave them unchanged.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrograde.network.branch import reachable
+
+from . import rng
+from .module_state import generators_and_tensors
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_CONTAINERS = (list, dict, set)
+
+
+@contextmanager
+def preserve(*parts: nn.Module, devices: Iterable[torch.device] = ()) -> Iterator[None]:
+    """Leave modules, what their branches close over, and all generators as they were, whatever runs inside.
+
+    Gradients are put back too; inside, they are those that were there.
+
+    Args:
+        devices: further devices whose generators may be drawn from; those of the parameters are known.
+    """
+    snapshot = StateSnapshot.of(parts, devices)
+    try:
+        yield
+    finally:
+        snapshot.restore()
+
+
+class StateSnapshot:
+    """The state of some named modules and generators now. `restore` brings it back."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], generators: Iterable[Any]) -> None:
+        self._modules = [_ModuleState(name, module) for name, module in modules]
+        self._generators = [(g, rng.read(g)) for g in generators]
+
+    @classmethod
+    def of(cls, parts: Sequence[nn.Module], devices: Iterable[torch.device] = ()) -> StateSnapshot:
+        """The state of all modules in some parts, and of all generators that a run of them may draw from."""
+        of_parameters = (p.device for part in parts for p in part.parameters())
+        modules, generators = reached(parts, (*devices, *of_parameters))
+        return cls([("", module) for module in modules], generators)
+
+    def restore(self) -> None:
+        for generator, state in self._generators:
+            rng.write(generator, state)
+        for module in self._modules:
+            module.restore()
+
+    def changed_buffers(self) -> list[str]:
+        return [name for state in self._modules for name in state.changed_buffers()]
+
+    def changed_attributes(self) -> list[str]:
+        return [name for state in self._modules for name in state.changed_attributes()]
+
+    def moved_generators(self) -> list[Any]:
+        return [g for g, value in self._generators if rng.read(g) != value]
+
+
+class _ModuleState:
+    """The state of one module: which tensors and objects it has, and their values."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        self.module = module
+        self.training = module.training
+        self.gradients = [(p, p.grad) for p in module._parameters.values() if p is not None]
+        self.buffers = {name: (buffer, _copied(buffer)) for name, buffer in module._buffers.items()}
+        self.attributes = {n: (v, _copied(v)) for n, v in vars(module).items() if n not in _OF_EVERY_MODULE}
+
+    def restore(self) -> None:
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+        for name in self.module._buffers.keys() - self.buffers.keys():
+            del self.module._buffers[name]
+        for name, (buffer, value) in self.buffers.items():
+            self.module._buffers[name] = buffer
+            _put_back(buffer, value)
+        if self.module.training != self.training:
+            self.module.training = self.training
+        attributes = vars(self.module)
+        for name in attributes.keys() - self.attributes.keys() - _OF_EVERY_MODULE:
+            del attributes[name]
+        for name, (thing, value) in self.attributes.items():
+            attributes[name] = thing
+            _put_back(thing, value)
+
+    def changed_buffers(self) -> list[str]:
+        now = self.module._buffers
+        return [self._path(n) for n, (_, value) in self.buffers.items() if not _same(now.get(n), value)]
+
+    def changed_attributes(self) -> list[str]:
+        if type(self.module).__module__.startswith("retrograde."):
+            return []  # what a stack notes for itself is none of a branch's doing
+        now = {n: v for n, v in vars(self.module).items() if n not in _OF_EVERY_MODULE}
+        new = [n for n in now if n not in self.attributes]
+        return [self._path(n) for n in new] + [
+            self._path(n) for n, (_, value) in self.attributes.items() if n not in now or not _same(now[n], value)
+        ]
+
+    def _path(self, name: str) -> str:
+        return f"{self.name}.{name}" if self.name else name
+
+
+def reached(parts: Iterable[nn.Module], devices: Iterable[torch.device]) -> tuple[list[nn.Module], list[Any]]:
+    """All modules in some parts, and all generators that a run of them may draw from.
+
+    A step's branch may be a function: what it closes over counts too.
+    """
+    modules: dict[nn.Module, None] = {}
+    closed_over: list[Any] = []
+    for part in parts:
+        for module in part.modules():
+            modules[module] = None
+            branch = vars(module).get("branch")  # of a step; one that is a module is found as such
+            for value in () if branch is None else reachable(branch):
+                closed_over.append(value)
+                if isinstance(value, nn.Module):
+                    modules |= dict.fromkeys(value.modules())
+    own = rng.generators_in([*generators_and_tensors(map(vars, modules)), *closed_over])
+    every = [*rng.torch_generators(list(dict.fromkeys(devices))), *rng.global_generators(), *own]
+    return list(modules), list({id(generator): generator for generator in every}.values())
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.copy(value) if type(value) in _CONTAINERS else value
+
+
+def _put_back(thing: Any, value: Any) -> None:
+    """Give an object its value again. A tensor that has it keeps its version: an earlier call may have saved it."""
+    if isinstance(thing, Tensor):
+        if not _same(thing, value):
+            with torch.no_grad():
+                thing.detach().copy_(value)
+    elif isinstance(thing, list):
+        thing[:] = value
+    elif isinstance(thing, (dict, set)):
+        thing.clear()
+        thing.update(value)
+
+
+def _same(now: Any, then: Any) -> bool:
+    """Whether two values are alike: tensors in shape, dtype and values, NaN being equal to itself."""
+    if isinstance(now, Tensor) and isinstance(then, Tensor):
+        if now.shape != then.shape or now.dtype != then.dtype:
+            return False
+        if now.is_floating_point():
+            return bool(torch.equal(now.detach().nan_to_num(), then.nan_to_num()))
+        return bool(torch.equal(now, then))
+    if type(now) in (list, tuple) and type(then) is type(now):
+        return len(now) == len(then) and all(_same(a, b) for a, b in zip(now, then, strict=True))
+    if type(now) is dict and type(then) is dict:
+        return now.keys() == then.keys() and all(_same(now[k], then[k]) for k in now)
+    return now is then or (isinstance(now, (int, float, str, set)) and type(now) is type(then) and now == then)

@@ -1,0 +1,127 @@
+"""Streams that a tape keeps until the backward pass: as autograd keeps any tensor, or in the host's memory."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from retrograde.network.streams import Streams, versions
+
+from .torch_internals import saved_tensor_hooks_active
+
+
+class KeepsStreams(Protocol):
+    """Keeps streams until they are asked for."""
+
+    def tensors(self) -> Streams: ...
+
+
+class _Save(torch.autograd.Function):
+    """A node that only saves tensors. It belongs to no graph, so that it cannot be part of a cycle."""
+
+    @staticmethod
+    def forward(ctx: Any, dummy: Tensor, tensors: Streams) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return dummy.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise AssertionError("a node that only saves tensors was walked")
+
+
+_DUMMY = torch.empty(0, requires_grad=True)
+
+
+class SavedStreams:
+    """Tensors saved as autograd saves its own: edits in place are detected, outer hooks apply.
+
+    They must be detached from any graph: aliases with the same storage and version counter. Where hooks are around
+    the call a node saves them, and its output is held too: in torch 2.6 a node frees what it saved when its output
+    goes.
+    """
+
+    __slots__ = ("_output", "_unpacked", "_versions")
+
+    def __init__(self, tensors: Streams) -> None:
+        if not saved_tensor_hooks_active():
+            self._unpacked: Streams | None = tensors
+            self._versions = versions(tensors)
+            return
+        with torch.enable_grad():
+            self._output: Any = _Save.apply(_DUMMY, tensors)  # type: ignore[no-untyped-call]
+        self._unpacked = None
+
+    def tensors(self) -> Streams:
+        """The tensors. They are unpacked once: torch.utils.checkpoint, if it is around us, allows no second time."""
+        if self._unpacked is None:
+            self._unpacked = self._output.grad_fn.saved_tensors
+            self._versions = versions(self._unpacked)
+        elif versions(self._unpacked) != self._versions:
+            raise edited_in_place("a stream or a tensor of the context")
+        return self._unpacked
+
+
+class OffloadedStreams:
+    """Streams in the host's memory, copied there and back while the device computes, where it allows that.
+
+    Tensors of the CPU are there already, and those of the meta device nowhere: they are saved without a copy.
+    """
+
+    def __init__(self, tensors: Streams) -> None:
+        self._devices = [t.device for t in tensors]
+        self._saved: SavedStreams | None = None
+        self._copies: list[Tensor] = []
+        self._events: list[Any] = []
+        if all(d.type in ("cpu", "meta") for d in self._devices):
+            self._saved = SavedStreams(tensors)
+            return
+        for tensor in tensors:
+            self._copies.append(self._to_host(tensor))
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu":
+            return tensor.clone()
+        copy = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", pin_memory=_can_pin(tensor.device)
+        )
+        module = torch.get_device_module(tensor.device)
+        has_events = hasattr(module, "Event")  # that tell when the copy is done; otherwise it has to be done now
+        copy.copy_(tensor, non_blocking=has_events)
+        if has_events:
+            event = module.Event()
+            event.record()
+            self._events.append(event)
+        return copy
+
+    def tensors(self) -> Streams:
+        """The tensors, back on their devices."""
+        if self._saved is not None:
+            return self._saved.tensors()
+        for event in self._events:
+            event.synchronize()
+        self._events = []
+        return tuple(
+            copy if device.type == "cpu" else copy.to(device, non_blocking=True)
+            for copy, device in zip(self._copies, self._devices, strict=True)
+        )
+
+
+def _can_pin(device: torch.device) -> bool:
+    """Whether the host's memory can be pinned for this device, which copies beside the computation need.
+
+    torch pins for its one accelerator. MPS shares the host's memory and has nothing to pin.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device.type != "mps"
+
+
+def edited_in_place(what: str) -> RuntimeError:
+    """The error that autograd raises for the same mistake, with the tensor's role in it."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{what} was edited between the forward pass and its backward pass, which runs the branch again. "
+        "Edit it after the backward pass, or edit a copy. (A FusedOptimizer edits a weight once its gradient is "
+        "complete: give a weight that an earlier block uses without a gradient to an ordinary optimiser.)"
+    )

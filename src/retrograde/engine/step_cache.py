@@ -1,0 +1,114 @@
+"""What is learned of a step from call to call. It saves work, and never decides a result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+from torch import nn
+
+from retrograde.network.block import BoundStep
+from retrograde.network.branch import reachable
+from retrograde.network.step import Step
+from retrograde.network.streams import Streams
+
+from .branch_state import BranchState
+from .branch_traits import BranchTraits
+from .module_state import ModuleSnapshot
+
+_requires_grad = attrgetter("requires_grad")
+
+
+class CachedReplay:
+    """How a step was before its first run: shared by calls for as long as the step stays the same.
+
+    The step keeps it, so it does not keep the step: a model is freed when the last reference to it goes.
+    """
+
+    __slots__ = ("coupling", "is_steady", "requires", "state", "stride", "target", "traits")
+
+    def __init__(self, bound: BoundStep, streams: Streams, state: BranchState, traits: BranchTraits) -> None:
+        self.coupling = bound.step.coupling
+        self.target = bound.target
+        self.requires = list(map(_requires_grad, streams))
+        self.stride = streams[bound.target].stride()
+        self.state = state
+        self.traits = traits
+        self.is_steady = False  # until a first run has shown that it leaves nothing behind
+
+
+class StepCache:
+    """What lasts from call to call: the modules in the step's branch, its traits in each training mode.
+
+    It is kept with the step, and forgotten when the step is copied or saved.
+    """
+
+    __slots__ = ("_snapshot", "_traits", "replay", "saved")
+
+    def __init__(self) -> None:
+        self.replay: CachedReplay | None = None  # of the step's last record, if it is steady
+        self.saved: Any = None  # the shapes and dtypes that the last first run saved: calls share one list of them
+        self._traits: dict[bool, BranchTraits] = {}
+        self._snapshot: ModuleSnapshot | None = None
+
+    def __deepcopy__(self, memo: object) -> StepCache:
+        return StepCache()
+
+    def __reduce__(self) -> tuple[type[StepCache], tuple[()]]:
+        return StepCache, ()
+
+    def look(self, bound: BoundStep, streams: Streams) -> CachedReplay:
+        """The step as it is now."""
+        state = self.branch_state(bound.step.branch, bound.step.coupling)
+        return CachedReplay(bound, streams, state, self.traits(state.snapshot.training))
+
+    def branch_state(self, branch: Any, coupling: Any) -> BranchState:
+        """The state around the branch as it is now."""
+        roots: list[nn.Module] = [coupling] if isinstance(coupling, nn.Module) else []
+        if isinstance(branch, nn.Module):
+            return BranchState(branch, self._current_snapshot([branch, *roots]), ())
+        closed_over = list(reachable(branch))
+        modules = [v for v in closed_over if isinstance(v, nn.Module)]
+        return BranchState(branch, ModuleSnapshot(modules + roots), closed_over)
+
+    def traits(self, training: Sequence[bool]) -> BranchTraits:
+        """The traits in a training mode, which is given by the flags of the branch's modules."""
+        mode = training[0] if training else True
+        traits = self._traits.get(mode)
+        if traits is None:
+            traits = self._traits[mode] = BranchTraits()
+        return traits
+
+    def _current_snapshot(self, roots: list[nn.Module]) -> ModuleSnapshot:
+        """The modules below `roots` as they are now; roots[0] is the step's branch."""
+        snapshot = self._snapshot
+        if snapshot is None or snapshot.modules[0] is not roots[0] or not snapshot.is_current():
+            snapshot = ModuleSnapshot(roots)
+            for traits in self._traits.values():
+                traits.forget_saves()
+            lasts = all(
+                isinstance(t, nn.Parameter) for t in snapshot.tensors
+            )  # others are a caller's, not ours to hold
+            self._snapshot = snapshot if lasts else None
+        return snapshot
+
+    def keep(self, cached: CachedReplay, *, can_replay: bool) -> None:
+        """After a first run: share with later calls what left nothing behind, unless it holds a caller's tensors."""
+        cached.is_steady = can_replay and not cached.traits.draws_globally and cached.state.has_left_nothing()
+        if cached.is_steady and self._snapshot is cached.state.snapshot:
+            self.replay = cached
+
+    def expect_draws(self) -> None:
+        """Expect draws from any generator, whatever was learned."""
+        self.replay = None
+        for traits in self._traits.values():
+            traits.draws_globally = True
+
+
+def cache_of(step: Step) -> StepCache:
+    """What was learned of a step in earlier calls."""
+    cache: StepCache | None = step.cache
+    if cache is None:
+        cache = step.cache = StepCache()
+    return cache

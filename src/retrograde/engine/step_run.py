@@ -1,0 +1,300 @@
+"""The hot path: a step's first run and its replay, each to be read from top to bottom.
+
+All that runs for a step in a steady training call is here, but for its branch, its coupling and
+`ModuleSnapshot.is_current`. See NOTE [Rules of the tape] and NOTE [What a replay restores].
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from retrograde.network.block import BoundStep
+from retrograde.network.streams import Streams
+
+from .call import Call, CallEnvironment, leaf
+from .capture import Capture, StopReplay
+from .decisions import Decisions, deciding_as_before
+from .replaying import REPLAYS
+from .selective import reusing_results, run_saving_results
+from .step_cache import cache_of
+from .step_record import RetainedStep, StepRecord
+from .torch_internals import current_graph_task, never_compiled, pop_hooks, push_hooks, set_grad_enabled
+from .unusual_runs import explain, observed, replay_in_block, run_unrecorded, same_inputs
+
+if TYPE_CHECKING:
+    from .tape import Tape
+
+Direction = Literal["undo", "redo"]
+
+_requires_grad, _version, _shape, _dtype = map(attrgetter, ("requires_grad", "_version", "shape", "dtype"))
+_read_cpu_rng = torch.default_generator.get_state
+_RngState = ctypes.c_char * _read_cpu_rng().numel()
+
+
+def run_steps(
+    tape: Tape, steps: Sequence[BoundStep], streams: Streams, context: Mapping[str, Any]
+) -> tuple[Streams, tuple[Tensor, ...]]:
+    """Run the steps of a block for the first time. The last step of a call keeps its graph (rule 5)."""
+    if streams is not tape.streams:
+        tape.check_unchanged(streams, "before")
+    losses: tuple[Tensor, ...] = ()
+    for bound in steps:
+        if len(tape.records) < tape.steps:
+            streams, aux = first_run(tape, bound, streams, context)
+        else:
+            tape.close(streams)
+            tape.call.environment.check_global_rng()
+            streams, aux = run_unrecorded(tape.call, tape.index, bound, streams, context)
+        tape.streams = streams
+        if aux is not None:
+            losses = (*losses, aux)
+    return streams, losses
+
+
+def first_run(  # noqa: C901  # one function, so that it is read from top to bottom
+    tape: Tape, bound: BoundStep, streams: Streams, context: Mapping[str, Any]
+) -> tuple[Streams, Tensor | None]:
+    """Run one step for the first time, with handles in the place of what autograd saves."""
+    call, saved, saved_versions = tape.call, tape.pending, tape.pending_versions
+    step, target = bound.step, streams[bound.target]
+    if saved:
+        tape.flush()
+    cache = step.cache or cache_of(step)
+    cached = cache.replay
+    if (
+        cached is None
+        or cached.state.branch is not step._modules.get("branch")  # by `step.branch` it is found after a long search
+        or cached.coupling is not step.coupling
+        or cached.target != bound.target
+        or cached.stride != target.stride()
+        or cached.requires != list(map(_requires_grad, streams))
+        or not cached.state.snapshot.is_steady()
+    ):
+        cached = cache.look(bound, streams)
+    state, traits, decisions = cached.state, cached.traits, tape.decisions
+    weights = list(map(_version, state.snapshot.tracked))
+    record = StepRecord(tape.block, tape.index, bound, cached, state, weights)
+    is_steady = cached.is_steady
+    call.open_decisions.append(decisions)
+    try:
+        if not is_steady:
+            state.begin(call.environment, traits)
+        sources = list(map(streams.__getitem__, bound.sources))
+        inputs = sources if step.reads == "each" and step.compute is None else step.branch_inputs(sources)
+        kwargs = step.takes.select(context) if context else {}
+        if kwargs or len(sources) > 1:
+            record.same = same_inputs(sources, kwargs)
+        versions = list(map(_version, sources))
+        run = state.branch if call.observer is None else observed(call.observer, record, sources, is_replay=False)
+        result = run_saving_results(record, run, inputs, kwargs) if tape.is_selective else run(*inputs, **kwargs)
+        if list(map(_version, sources)) != versions:
+            raise step.edited_source()
+        update, aux = (result, None) if step.aux == "none" else step.split_aux(result)
+        can_replay = True
+        if not is_steady:
+            can_replay = state.end(call.environment, traits, weights)
+            cache.keep(cached, can_replay=can_replay)
+        elif drew(call.environment) or list(map(_version, state.snapshot.tracked)) != weights:
+            cache.replay = None  # it drew or edited for the first time; other records share `cached`, which stays
+            record.state = cache.branch_state(state.branch, step.coupling)
+            can_replay = record.state.end(call.environment, traits, weights)
+        record.branch_saves = len(saved)
+        if not (step.takes_same_shape and isinstance(update, Tensor) and update.shape == target.shape):
+            step.check_update(target, update)
+        after: Tensor = step.coupling.combine(target, update)
+        if step.invertible and (after.shape != target.shape or after.dtype != target.dtype):
+            step.check_combined(target, after)
+        if step.exact and after.numel():
+            bounds = torch.aminmax(after.detach()) if not step.has_own_range else step.coupling.bounds(target, after)
+            call.ranges.append((tape.index, step, *bounds))
+        record.versions = saved_versions.copy()
+        record.saved = [list(map(_shape, saved)), list(map(_dtype, saved))]
+        if record.saved == cache.saved:
+            record.saved = cache.saved  # one list for all calls: thousands would keep the garbage collector busy
+        cache.saved = record.saved
+        if decisions.taken:
+            record.decisions, tape.decisions = decisions.taken, Decisions()
+        if not can_replay:
+            record.retained = RetainedStep(saved, target, after)
+        if step.has_side_bits or not traits.verified:
+            tape.verify(record, target, update)
+    except Exception as error:
+        explain(error, tape.index, step, streams)
+        raise
+    finally:
+        if not is_steady:
+            state.leave()
+        call.open_decisions.pop()
+        first = tape.next_handle
+        tape.next_handle = first + len(saved)
+        saved.clear()
+        saved_versions.clear()
+    tape.records.append(record)
+    tape.first_handles.append(first)
+    return (*streams[: bound.target], after, *streams[bound.target + 1 :]), aux
+
+
+def replay(record: StepRecord, streams: Streams, call: Call, capture: Capture | None, direction: Direction) -> Tensor:
+    """Run a step's branch again, filling `capture`. Returns its target before the step ("undo") or after it ("redo").
+
+    Args:
+        streams: those after the step to "undo" it, those before the step to "redo" it; its sources are in both.
+    """
+    number, backward_pass = current_graph_task(), call.backward_pass
+    if backward_pass[0] != number or number < 0:
+        backward_pass = call.begin_pass(number)
+    _, is_plain, context = backward_pass
+    starts = list(streams)
+    for i in record.bound.sources:  # where a new graph starts
+        start = starts[i] = starts[i].detach()
+        if record.cached.requires[i]:
+            start.requires_grad_()
+    REPLAYS.depth = getattr(REPLAYS, "depth", 0) + 1
+    grad_enabled = torch.is_grad_enabled()
+    inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+    if inference is not None:
+        inference.__enter__()
+    set_grad_enabled(True)
+    try:
+        if is_plain and not record.block._forward_pre_hooks and not record.block._forward_hooks:
+            stream = replay_branch(record, starts, context, call, capture, direction)
+        else:
+            stream = replay_in_block(replay_branch, record, starts, context, call, capture, direction)
+    except StopReplay:
+        stream = starts[record.bound.target]  # of no use: nothing comes after the last step
+    finally:
+        REPLAYS.depth -= 1
+        if inference is not None:
+            inference.__exit__(None, None, None)
+        set_grad_enabled(grad_enabled)
+    if capture is not None and (
+        capture.versions != record.versions
+        or [list(map(_shape, capture.tensors)), list(map(_dtype, capture.tensors))] != record.saved
+    ):
+        capture.check((*starts, stream))
+    return stream
+
+
+def replay_branch(
+    record: StepRecord,
+    streams: Sequence[Tensor],
+    context: Mapping[str, Any],
+    call: Call,
+    capture: Capture | None,
+    direction: Direction,
+) -> Tensor:
+    """The part of a replay that runs the branch and the coupling, in the state of the first run."""
+    step, state, bound, cached = record.bound.step, record.state, record.bound, record.cached
+    sources = list(map(streams.__getitem__, bound.sources))
+    kwargs = step.takes.select(context) if context else {}
+    for place, i in record.same:
+        if isinstance(place, int):
+            sources[place] = sources[i]
+        else:
+            kwargs[place] = sources[i]
+    inputs = sources if step.reads == "each" and step.compute is None else step.branch_inputs(sources)
+    run = state.branch if call.observer is None else observed(call.observer, record, sources, is_replay=True)
+    if (
+        cached.is_steady
+        and cached.state is state
+        and record.decisions is None
+        and not record.is_selective
+        and list(map(_version, state.snapshot.tracked)) == record.weights
+        and state.snapshot.is_current()
+    ):
+        return couple_again(
+            record, streams[bound.target], run_captured(capture, run, *inputs, **kwargs), capture, direction
+        )
+    with ExitStack() as around:
+        if state.needs_restoring(record.weights):
+            around.enter_context(state.restored())
+        with ExitStack() as inside:
+            if record.is_selective:
+                inside.enter_context(reusing_results(record))
+            if record.decisions is not None:
+                inside.enter_context(deciding_as_before(record.decisions))
+            result = run_captured(capture, run, *inputs, **kwargs)
+        state.check_draws()
+        return couple_again(record, streams[bound.target], result, capture, direction)
+
+
+def couple_again(
+    record: StepRecord, stream: Tensor, result: Any, capture: Capture | None, direction: Direction
+) -> Tensor:
+    """Take the update out of the stream, or put it in; with what the coupling saves."""
+    coupling, stride = record.cached.coupling, record.cached.stride  # of the first run: the step may have others now
+    requires = record.cached.requires[record.bound.target]
+    update = result if record.bound.step.aux == "none" else result[0]
+    if direction == "redo":
+        combined: Tensor = run_captured(capture, coupling.combine, leaf(stream, requires), update)
+        return combined.detach()
+    set_grad_enabled(False)
+    try:
+        side_bits = () if record.side_bits is None else (record.side_bits,)
+        before: Tensor = coupling.separate(stream, update, *side_bits)
+        if before.stride() != stride:  # kernels give other bits for another memory layout
+            before = torch.empty_strided(before.shape, stride, dtype=before.dtype, device=before.device).copy_(before)
+    finally:
+        set_grad_enabled(True)
+    if capture is not None and record.branch_saves < len(record.versions):
+        run_captured(capture, coupling.combine, leaf(before, requires), update)
+    return before
+
+
+def run_captured(capture: Capture | None, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Run with hooks that put what autograd saves into the capture."""
+    if capture is None:
+        return run(*args, **kwargs)
+    push_hooks(make_replay_hook(capture.tensors, capture.versions, capture.stop_at), capture.unpack)
+    try:
+        return run(*args, **kwargs)
+    finally:
+        pop_hooks()
+
+
+def drew(environment: CallEnvironment) -> bool:
+    """Whether one of torch's generators moved since it was last read."""
+    state = _read_cpu_rng()
+    if _RngState.from_address(state.data_ptr()).raw != environment.states[0]:
+        return True
+    return len(environment.states) > 1 and environment.read() != environment.states
+
+
+@never_compiled
+def make_pack_hook(tensors: list[Tensor], versions: list[int]) -> Callable[[Tensor], int]:
+    """A hook that keeps what autograd saves in `tensors`, and gives autograd a number in its place.
+
+    It runs for every saved tensor: it looks up nothing, and numbers do not concern the garbage collector.
+    """
+    keep, note, number = tensors.append, versions.append, itertools.count().__next__
+
+    def pack(tensor: Tensor) -> int:
+        keep(tensor)
+        note(tensor._version)
+        return number()
+
+    return pack
+
+
+@never_compiled
+def make_replay_hook(tensors: list[Tensor], versions: list[int], stop_at: int) -> Callable[[Tensor], int]:
+    """The same for a replay: tensors without their graph, which would keep the replay's streams alive."""
+    keep, note, number = tensors.append, versions.append, itertools.count(len(tensors)).__next__
+
+    def pack(tensor: Tensor) -> int:
+        keep(tensor if tensor.is_leaf else tensor.detach())
+        note(tensor._version)
+        position = number()
+        if position + 1 == stop_at:
+            raise StopReplay
+        return position
+
+    return pack

@@ -1,0 +1,177 @@
+"""The private parts of torch that retrograde touches, all of them, as read in torch 2.13 and run with 2.11 to 2.15.
+
+Each has no public equivalent. Nothing else in the package names an underscore of torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._functorch import pyfunctorch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.utils import _pytree, checkpoint
+
+tree_flatten = _pytree.tree_flatten
+tree_unflatten = _pytree.tree_unflatten
+tree_map = _pytree.tree_map
+register_pytree_node = _pytree.register_pytree_node
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def is_exporting() -> bool:
+    """Whether torch.export is at work: the flag that `torch.compiler.is_exporting` reads.
+
+    Asked through that function, the compiler of torch 2.11 and before says that it exports whenever it traces.
+    """
+    return bool(torch.compiler._is_exporting_flag)
+
+
+set_grad_enabled = torch._C._set_grad_enabled
+"""Sets the grad mode without a context manager's cost, which a tiny branch would feel."""
+
+
+push_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None]
+push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+"""What `saved_tensors_hooks` calls on entry and exit, without its three Python calls per step."""
+
+float32_precision: Callable[[], str] = torch._C._get_float32_matmul_precision
+"""What `torch.get_float32_matmul_precision` calls."""
+
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward pass under way on this thread; -1 if none is."""
+
+
+def inside_function_transform() -> bool:
+    """Whether torch.func (grad, vmap …) or forward-mode AD is transforming this code.
+
+    torch.func forbids saved-tensor hooks, and a tensor that is rebuilt has no tangent.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def without_transforms(tensor: Tensor) -> Tensor:
+    """The values of a tensor that torch.func has wrapped (of all entries, under vmap)."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+@contextmanager
+def outside_function_transforms() -> Iterator[None]:
+    """A context in which no transform is active, for a replay that a batched backward asks for."""
+    levels = torch._C._vmapmode_increment_nesting()
+    for _ in range(levels):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        with pyfunctorch.temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        for _ in range(levels - 1):
+            torch._C._vmapmode_increment_nesting()
+
+
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the backward pass under way keeps its graph for another one; True if none is under way."""
+
+
+class _SavedResults(dict[Any, Any]):
+    """What a selective checkpoint saved, by operator; of any other operator it says to run it."""
+
+    def __init__(self, saved: dict[Any, Any], runs: object) -> None:
+        super().__init__(saved)
+        self._others = _Others(runs)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(key, self._others)
+
+
+class _Others:
+    def __init__(self, runs: object) -> None:
+        self._runs = runs
+
+    def get(self, index: int) -> object:
+        return self._runs
+
+
+def let_others_run(replay: Any) -> None:
+    """Let the replay of a selective checkpoint run operators of which nothing was saved as often as it likes.
+
+    torch counts all of them. But a cast of a weight that autocast remembered from before is not seen in the first run.
+    """
+    runs, storage = getattr(checkpoint, "_RECOMPUTE", None), getattr(replay, "storage", None)
+    if runs is not None and isinstance(storage, dict):
+        saved = {key: each for key, each in storage.items() if any(entry is not runs for entry in each.values())}
+        replay.storage = _SavedResults(saved, runs)
+
+
+def results_left_over(replay: Any) -> bool:
+    """Whether the replay of a selective checkpoint left saved results unused: then it ran fewer operators."""
+    stored = getattr(replay, "storage", {}).values()
+    entries = [entry for each in stored for entry in (each.values() if isinstance(each, dict) else each)]
+    return any(hasattr(leaf, "val") for leaf in tree_flatten(entries)[0])
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module, or differentiating it, does more than its forward says."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
+
+
+def saved_tensor_hooks_active() -> bool:
+    """Whether a tape, a checkpoint or a user's hooks are around this code; True where an old torch does not tell."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(False) is not None
+
+
+def assert_in_graph(condition: Tensor, message: str) -> None:
+    """Raise when the graph that this is traced into runs and the condition does not hold."""
+    torch._assert_async(condition, message)
+
+
+def constant_when_traced(method: Method) -> Method:
+    """Have a compiler run the method while it traces, and take its result for a constant.
+
+    What `torch.compiler.assume_constant_result` does, without loading the compiler.
+    """
+    method._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return method
+
+
+def never_compiled(factory: Method) -> Method:
+    """Have the compiler leave the functions alone that a factory makes.
+
+    A hook of ours that runs inside a compiled region would be compiled itself, anew for every tensor. What
+    `torch.compiler.disable` does, without loading the compiler, or a wrapper in every call.
+    """
+    frames: Any = getattr(torch._C._dynamo, "eval_frame", None)
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+        for constant in factory.__code__.co_consts:
+            if isinstance(constant, CodeType):
+                frames.set_code_exec_strategy(constant, skip)
+    return factory
+
+
+@functools.cache
+def load_compiler() -> None:
+    """Import the compiler, which the first operator under a dispatch mode does otherwise.
+
+    That leaves the frames of all its callers in a cycle, and what they hold in memory, until garbage is collected.
+    """
+    torch.compiler.disable(load_compiler)
+    gc.collect()
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has numbers: not on the meta device, and not under FakeTensorMode."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))

@@ -1,0 +1,45 @@
+"""One training step of a model, forward and backward: its loss, its seconds, its peak."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .batches import arguments, own_arguments, tensors_in
+from .loss import Loss, check_loss, default_loss
+from .memory_tracker import MemoryTracker
+from .timing import wait_for_devices
+
+
+def loss_of(model: nn.Module, batch: Any, loss: Loss | None = None) -> Tensor:
+    """The forward pass; raises if no backward pass can start from its loss."""
+    args, kwargs = own_arguments(batch)
+    with torch.enable_grad():
+        return check_loss((loss or default_loss)(model(*args, **kwargs)))
+
+
+def step_seconds(model: nn.Module, batch: Any, loss: Loss | None = None) -> float:
+    """The seconds of a step, from cleared gradients to cleared gradients."""
+    model.zero_grad()
+    start = time.perf_counter()
+    loss_of(model, batch, loss).backward()
+    wait_for_devices(list(model.parameters()))
+    seconds = time.perf_counter() - start
+    model.zero_grad()
+    return seconds
+
+
+def step_tracker(model: nn.Module, batch: Any) -> MemoryTracker:
+    """A tracker that counts what a step allocates: not the model and its gradients, nor the batch."""
+    return MemoryTracker(ignore=[model, *tensors_in(arguments(batch))])
+
+
+def step_peak(model: nn.Module, batch: Any, loss: Loss | None = None) -> int:
+    """The most bytes that a step has alive in addition to the model and the batch, from cleared gradients."""
+    model.zero_grad()
+    with step_tracker(model, batch) as memory:
+        loss_of(model, batch, loss).backward()
+    return memory.peak

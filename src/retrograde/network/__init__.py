@@ -1,0 +1,1 @@
+"""Steps, blocks and streams: what a reversible network is made of."""

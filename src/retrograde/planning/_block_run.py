@@ -1,0 +1,169 @@
+"""One block by itself, forward and backward, in one memory mode: what it costs inside a chain."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrograde.engine.call import CallEnvironment
+from retrograde.engine.outputs import Losses
+from retrograde.engine.run import Segment, run_blocks
+from retrograde.engine.torch_internals import tree_flatten, tree_map
+from retrograde.measure import MemoryTracker
+from retrograde.measure.batches import detached_leaf
+from retrograde.measure.timing import wait_for_devices
+from retrograde.memory import MemoryMode
+from retrograde.network.block import Block
+from retrograde.network.step import StreamName
+from retrograde.network.streams import Streams
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What all blocks of a call run with: the names of the streams, the context, autocast."""
+
+    names: tuple[StreamName, ...]
+    context: Mapping[str, Any]
+    environment: CallEnvironment
+    autocasts: bool
+
+    @classmethod
+    def of_call(cls, names: tuple[StreamName, ...], streams: Streams, context: Mapping[str, Any]) -> Surroundings:
+        """Those of now, at the start of a call. The context is detached from the graph that made it."""
+        devices = list(dict.fromkeys(s.device for s in streams))
+        autocasts = any(torch.is_autocast_enabled(d.type) for d in devices if d.type != "meta")
+        return cls(names, tree_map(detached_leaf, dict(context)), CallEnvironment(devices, ()), autocasts)
+
+    def restored(self) -> AbstractContextManager[Any]:
+        """Autocast as in the call. Where there was none, no context for it: a branch's own autocast empties its cache
+        when it ends, unless it is inside of another."""
+        restores = self.autocasts or not self.environment.is_current()
+        return self.environment.restored() if restores else nullcontext()
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors of the context that get a gradient."""
+        return [t for t in tree_flatten(dict(self.context))[0] if isinstance(t, Tensor) and t.requires_grad]
+
+    def run(
+        self, block: Block, streams: Streams, mode: MemoryMode, *, keep_last_graph: bool = True
+    ) -> tuple[Streams, Losses]:
+        """A block as it runs inside a chain, on streams that are on their grid; with its auxiliary losses."""
+        segments = [Segment(mode.make_tape, (0,))]
+        with torch.enable_grad(), self.restored():
+            outputs = run_blocks(
+                [block], self.names, segments, streams, self.context, keep_last_graph=keep_last_graph, placements={}
+            )
+        return tuple(outputs), outputs.aux_by_block.get(0, ())
+
+
+@dataclass(frozen=True)
+class BlockAlone:
+    """A block by itself, to be run in any mode as often as needed.
+
+    Attributes:
+        own: its parameters that no block after it shares.
+        keep_last_graph: whether it keeps the graph of its last step, as the last block of a chain does.
+    """
+
+    block: Block
+    streams: Streams
+    around: Surroundings
+    own: list[nn.Parameter]
+    keep_last_graph: bool = False
+
+    @cached_property
+    def distinct(self) -> tuple[list[Tensor], list[int]]:
+        """The streams as the leaves of a graph, each tensor once, and for each stream which of them it is."""
+        leaves: dict[int, tuple[int, Tensor]] = {}
+        for s in self.streams:
+            leaves.setdefault(s.data_ptr(), (len(leaves), detached_leaf(s)))
+        return [leaf for _, leaf in leaves.values()], [leaves[s.data_ptr()][0] for s in self.streams]
+
+    def _inputs(self) -> Streams:
+        """Streams that were computed, as those inside a chain are: autograd frees them if nothing saves them."""
+        leaves, positions = self.distinct
+        with torch.enable_grad():
+            computed = [leaf * 1 for leaf in leaves]
+        return tuple(computed[position] for position in positions)
+
+    def seconds(self, mode: MemoryMode) -> float:
+        self._clear()
+        inputs = self._inputs()
+        wait_for_devices(inputs)
+        start = time.perf_counter()
+        outputs, losses = self.around.run(self.block, inputs, mode, keep_last_graph=self.keep_last_graph)
+        ends = [o for o in (*outputs, *losses) if o.requires_grad]
+        if ends:
+            torch.autograd.backward(ends, [torch.ones_like(o) for o in ends])
+        wait_for_devices(inputs)
+        return time.perf_counter() - start
+
+    def bytes(self, mode: MemoryMode) -> tuple[int, int, int, int, int, int]:
+        """Saved for the backward, how much of that is input and output, both peaks, and what autocast caches."""
+        self._clear()
+        # The outputs are not always the block's own: a chain counts its last streams and a reversed part's end.
+        ends_count_elsewhere = self.keep_last_graph or mode.needs_inverse
+        shared = set(self.block.parameters()) - set(self.own)
+        with MemoryTracker(ignore=[self.block, *self.distinct[0]]) as memory:
+            with memory.phase("forward") as forward:
+                inputs = self._inputs()
+                alive_inputs = _AliveStorages(inputs)
+                with self.around.restored():  # autocast's cache lives until here
+                    outputs, losses = self.around.run(self.block, inputs, mode, keep_last_graph=self.keep_last_graph)
+                    del inputs
+                    cached = memory.live
+                cached -= memory.live
+            loss = _loss_without_saves((*outputs, *losses))
+            alive_outputs, saved_input = _AliveStorages(outputs), alive_inputs.bytes()
+            del outputs, losses
+            saved_output = alive_outputs.bytes()
+            saved = memory.live - bytes_of([loss]) - (saved_output if ends_count_elsewhere else 0)
+            with memory.phase("backward") as backward, _dropping_gradients(shared):
+                if loss.requires_grad:
+                    loss.backward()
+        self._clear()
+        return saved, saved_input, saved_output, forward.peak, backward.peak, cached
+
+    def _clear(self) -> None:
+        for tensor in (*self.distinct[0], *self.around.leaves(), *self.block.parameters()):
+            tensor.grad = None
+
+
+def bytes_of(tensors: Sequence[Tensor]) -> int:
+    """The bytes of some tensors' storages, each counted once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _loss_without_saves(outputs: Streams) -> Tensor:
+    """A loss that saves nothing of the streams, and whose gradient for each is alive in autograd only."""
+    with torch.enable_grad():
+        half = [torch.full((), 0.5, dtype=o.dtype, device=o.device) for o in outputs]
+        return torch.stack([(o * h).sum().float() for o, h in zip(outputs, half, strict=True)]).sum()
+
+
+class _AliveStorages:
+    """Which of some tensors' storages are still alive, without keeping them alive."""
+
+    def __init__(self, tensors: Streams) -> None:
+        storages = {t.data_ptr(): t.untyped_storage() for t in tensors}.values()
+        self._storages = [(weakref.ref(storage), storage.nbytes()) for storage in storages]
+
+    def bytes(self) -> int:
+        return sum(size for storage, size in self._storages if storage() is not None)
+
+
+def _dropping_gradients(parameters: Iterable[nn.Parameter]) -> ExitStack:
+    """Drop the gradients of some parameters as soon as they are there: a block after this one counts them already."""
+    hooks = ExitStack()
+    for parameter in parameters:
+        if parameter.requires_grad:
+            hooks.enter_context(parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)))
+    return hooks

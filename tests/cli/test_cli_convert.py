@@ -1,0 +1,232 @@
+"""`retrograde convert`: its report, its exit status, and a clear sentence for every mistake."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer", reason="the command line needs the extra 'cli'")
+
+from typer.testing import CliRunner
+
+from retrograde.cli._app import app
+
+MODELS = """
+import torch
+from torch import nn
+
+print("loading")
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.attn, self.norm2, self.mlp = nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+class Net(nn.Module):
+    def __init__(self, kind=Layer, lists=1):
+        super().__init__()
+        self.lists = lists
+        for i in range(lists):
+            setattr(self, f"layers{i}", nn.ModuleList(kind() for _ in range(10)))
+    def forward(self, x):
+        for i in range(self.lists):
+            for layer in getattr(self, f"layers{i}"):
+                x = layer(x)
+        return x
+
+class Pair(Layer):
+    def forward(self, x):
+        return super().forward(x), 5
+
+class Unpacks(Net):
+    def forward(self, x):
+        for layer in self.layers0:
+            x = layer(x)[0]
+        return x
+
+class Huge(Layer):
+    def forward(self, x):
+        return x + 1e9 * self.attn(x)
+
+def make():
+    torch.manual_seed(0)
+    return Net(), torch.randn(4, 9, 8)
+def named(): return Net(), {"x": torch.randn(4, 9, 8)}, lambda y: (y - 1).square().mean()
+def two(): return Net(lists=2), torch.randn(4, 9, 8)
+def huge(): return Net(Huge), torch.randn(4, 9, 8)
+def pairs(): return Unpacks(Pair), torch.randn(4, 9, 8)
+def plain(): return nn.Linear(8, 8), torch.randn(4, 8)
+def wrong_shape(): return Net(), torch.randn(4, 9)
+"""
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    (tmp_path / "residual.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "residual", raising=False)
+    return lambda *args: CliRunner().invoke(app, ["convert", *args])
+
+
+def row(output: str, label: str) -> str:
+    return next(line for line in output.splitlines() if line.strip().startswith(label)).split(label)[1].strip()
+
+
+def test_the_report_shows_what_the_conversion_does_and_the_status_is_zero(convert: Run) -> None:
+    result = convert("residual.py:make")
+    assert result.exit_code == 0, result.output
+    assert "10 layers in layers0" in result.stdout
+    assert row(result.stdout, "outputs in eval differ by") == "0, to the bit"
+    assert row(result.stdout, "error of gradients") == "0, to the bit"
+    assert row(result.stdout, "error of recomputed streams") == "0, to the bit"
+    assert row(result.stdout, "extra bits per element per layer") == "0.9"  # none in the first layer
+    for label in ("peak, original", "peak, converted: checkpoint", "peak, converted: reverse"):
+        assert row(result.stdout, label).endswith("KiB")
+    assert 'rg.convert(model, "bdia")' in result.stdout
+
+
+def test_several_recipes_with_their_own_values_are_shown_side_by_side(convert: Run) -> None:
+    result = convert("residual.py:make", "--recipe", "two_stream", "--recipe", "momentum:beta=0.25")
+    assert result.exit_code == 0, result.output
+    assert re.split(" {2,}", row(result.stdout, "branches")) == ["attention and feed-forward", "layers"]
+    assert row(result.stdout, "extra bits per element per layer").split() == ["0", "2"]
+    assert "two_stream computes another function than the model was trained for" in result.stdout
+    assert "recipes.Momentum(beta=0.25)" in result.stdout
+
+
+def test_json_is_all_that_is_on_stdout(convert: Run) -> None:
+    result = convert("residual.py:named", "--json")
+    assert result.exit_code == 0
+    printed = json.loads(result.stdout)
+    report = printed["reports"]["bdia"]
+    assert printed["layers"] == "layers0"
+    assert report["gradient_error"] == report["logits_difference"] == 0
+    assert report["peaks"]["reverse"] < report["peaks"]["original"]
+    assert report["loss_before"] == report["loss_after"] > 0
+    assert "loading" in result.stderr, "what the user's code prints goes elsewhere"
+
+
+def test_a_warning_of_the_conversion_becomes_a_note_after_the_report(convert: Run) -> None:
+    result = convert("residual.py:huge", "--json", "--grid-bits", "20")
+    notes = json.loads(result.stdout)["notes"]
+    assert any("continues with a grid of" in note for note in notes)
+    assert f"Note: {notes[0]}" in result.stderr
+    assert "Warning" not in result.stderr
+
+
+def test_gradients_past_the_tolerance_have_status_one(convert: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from retrograde.couplings import Exact
+
+    monkeypatch.setattr(Exact, "separate", lambda self, combined, update: combined - 1.001 * update)
+    assert convert("residual.py:make", "--recipe", "two_stream").exit_code == 1
+    assert convert("residual.py:make", "--recipe", "two_stream", "--tolerance", "10").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "sentence"),
+    [
+        (["residual.py:nowhere"], 2, "has no 'nowhere'"),
+        (["residual.py:make", "--recipe", "adia"], 2, "recipe='adia' is not known; choose one of 'bdia'"),
+        (["residual.py:make", "--recipe", "scaled:kep=1"], 2, "scaled has no value 'kep'. It has keep."),
+        (["residual.py:make", "--recipe", "bdia:gamma=1"], 2, "bdia has no value 'gamma'. It has no values."),
+        (["residual.py:make", "--recipe", "scaled:keep=half"], 2, "could not convert string to float"),
+        (["residual.py:make", "--recipe", "annealed:gamma=7"], 2, "give 0, or a value from 1/256 to 1"),
+        (["residual.py:make", "--tolerance", "-1"], 2, "0 or greater"),
+        (["residual.py:make", "--layers", "layers"], 2, "Net has no part 'layers' (layers=). Its lists are 'layers0'."),
+        (["residual.py:two"], 1, "Net has 2 lists of two or more layers of one class: 'layers0', 'layers1'"),
+        (["residual.py:plain"], 1, "Linear has no lists of two or more layers"),
+        (["residual.py:wrong_shape"], 1, "a training step of the original residual.py:wrong_shape raised RuntimeError"),
+        (["residual.py:pairs"], 1, "Pair returned a value of type int as item 1, besides its hidden states"),
+        (["."], 2, "has no config.json. Name a folder that save_pretrained wrote"),
+    ],
+)
+def test_a_mistake_is_reported_in_a_sentence(convert: Run, args: list[str], status: int, sentence: str) -> None:
+    result = convert(*args, "--json")
+    assert result.exit_code == status
+    assert sentence in result.stderr
+    assert not result.stdout
+    assert "Traceback" not in result.stderr
+
+
+def test_one_of_two_lists_is_converted_by_its_name(convert: Run) -> None:
+    result = convert("residual.py:two", "--layers", "layers1")
+    assert "10 layers in layers1" in result.stdout
+    assert 'rg.convert(model, "bdia", layers="layers1")' in result.stdout
+
+
+def test_help_has_examples_and_says_what_is_run() -> None:
+    result = CliRunner().invoke(app, ["convert", "--help"], env={"COLUMNS": "120"})
+    assert result.exit_code == 0
+    for words in ("def make():", "retrograde convert my_model.py:make", "run as Python", "Exit status", "safetensors"):
+        assert words in result.stdout
+
+
+class TestCheckpoints:
+    """Folders as Hugging Face Transformers writes them."""
+
+    def config(self, folder: Path, **values: Any) -> Path:
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(values))
+        return folder
+
+    def test_pickled_weights_are_refused_without_being_read(self, convert: Run, tmp_path: Path) -> None:
+        folder = self.config(tmp_path / "old", architectures=["GPT2LMHeadModel"], model_type="gpt2")
+        (folder / "pytorch_model.bin").write_bytes(b"never to be read")
+        result = convert("old")
+        assert result.exit_code == 2
+        assert "no weights in safetensors, only pytorch_model.bin. Loading a pickle can run code" in result.stderr
+
+    def test_a_config_without_the_class_is_refused(self, convert: Run, tmp_path: Path) -> None:
+        self.config(tmp_path / "nameless", model_type="gpt2")
+        assert "does not name the model's class" in convert("nameless").stderr
+
+    def test_a_class_that_transformers_lacks_is_refused(self, convert: Run, tmp_path: Path) -> None:
+        pytest.importorskip("transformers")
+        folder = self.config(tmp_path / "own", architectures=["MyModel"], auto_map={"AutoModel": "code.MyModel"})
+        (folder / "code.py").write_text("raise SystemExit('ran')")
+        (folder / "model.safetensors").write_bytes(b"")
+        result = convert("own")
+        assert result.exit_code == 2
+        assert "Code that comes with a checkpoint is not run" in result.stderr
+
+    @pytest.mark.interop
+    @pytest.mark.parametrize("name", ["gpt2", "vit"])
+    def test_the_report_of_a_checkpoint_is_that_of_its_model(self, convert: Run, tmp_path: Path, name: str) -> None:
+        tf = pytest.importorskip("transformers")
+        if name == "gpt2":
+            ids = {"bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLM"}
+            config = tf.GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=6, n_head=2, **ids)
+            tf.GPT2LMHeadModel(config).save_pretrained(tmp_path / name)
+        else:
+            sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2}
+            config = tf.ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=3)
+            tf.ViTForImageClassification(config).save_pretrained(tmp_path / name)
+        result = convert(name, "--json")
+        assert result.exit_code == 0, result.output
+        report = json.loads(result.stdout)["reports"]["bdia"]
+        assert report["layers"] == 6
+        assert report["gradient_error"] == report["logits_difference"] == 0
+
+    @pytest.mark.interop
+    def test_a_broken_file_of_weights_is_reported_in_a_sentence(self, convert: Run, tmp_path: Path) -> None:
+        tf = pytest.importorskip("transformers")
+        config = tf.GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0)
+        tf.GPT2LMHeadModel(config).save_pretrained(tmp_path / "cut")
+        path = tmp_path / "cut" / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:200])
+        result = convert("cut")
+        assert result.exit_code == 2, result.output
+        assert "cut could not be read" in result.stderr
+        assert "Traceback" not in result.stderr
