@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 VENV := .venv
+WORKERS ?= 2
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 TORCH := $(shell sed -n 's|^torch==||p' constraints.txt)
@@ -34,8 +35,8 @@ lint: $(READY)  ## ruff: rules and formatting
 types: $(READY)  ## mypy, strict
 	$(RUN) -m mypy
 
-pytest: $(READY)  ## the tests alone; ARGS="-k name" passes arguments on
-	$(RUN) -m pytest $(ARGS)
+pytest: $(READY)  ## the tests alone, in two processes; ARGS="-k name" passes arguments on, WORKERS=0 takes one process
+	$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 # One line or two per folder of tests/, chosen by their seconds: together about 95 s of one core, while mypy has the other.
 QUICK := \

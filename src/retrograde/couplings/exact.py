@@ -60,4 +60,5 @@ class Exact(ExactCoupling):
         if update.dtype != stream.dtype:
             update = update.to(stream.dtype)
         rounder: Tensor = self._rounders[stream.dtype]  # type: ignore[attr-defined]
-        return (update + rounder) - rounder
+        rounded = update + rounder
+        return rounded - rounder if rounded.requires_grad else rounded.sub_(rounder)  # autograd makes edits expensive
