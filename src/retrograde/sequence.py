@@ -29,6 +29,7 @@ from .network.validation import (
     check_context_names,
     check_exact,
     check_masks,
+    check_max_drift,
     drop_probabilities,
     groups_of,
     names_of,
@@ -170,8 +171,7 @@ class ReversibleSequence(nn.Module):
 
     @max_drift.setter
     def max_drift(self, max_drift: float | None) -> None:
-        if max_drift is not None and not max_drift > 0:
-            raise ValueError(f"max_drift={max_drift!r} is no tolerance: give a relative error above 0, such as 1e-3.")
+        check_max_drift(max_drift)
         self._max_drift = max_drift
         self._places_anchors = max_drift is not None
 

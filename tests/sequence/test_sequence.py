@@ -59,8 +59,9 @@ def test_a_drift_tolerance_can_be_assigned_and_places_anchors_in_the_next_call()
     assert not stack.memory.anchors
     stack(torch.randn(2, 8))
     assert stack.memory.anchors
-    with pytest.raises(ValueError, match="max_drift=-1 is no tolerance"):
-        stack.max_drift = -1
+    for wrong in (-1, "1e-3", float("nan")):
+        with pytest.raises(ValueError, match=f"max_drift={wrong!r} is no tolerance"):
+            stack.max_drift = wrong  # type: ignore[assignment]
 
 
 def test_assigning_exact_to_itself_changes_nothing() -> None:

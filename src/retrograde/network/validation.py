@@ -99,3 +99,8 @@ def check_masks(
 def check_exact(exact: object) -> None:
     if not isinstance(exact, bool):
         raise TypeError(f"exact={exact!r}: give True or False; the grid's bits are stack.grid_bits.")
+
+
+def check_max_drift(max_drift: object) -> None:
+    if max_drift is not None and not (isinstance(max_drift, (int, float)) and max_drift > 0):
+        raise ValueError(f"max_drift={max_drift!r} is no tolerance: give a relative error above 0, such as 1e-3.")
