@@ -98,7 +98,7 @@ $(READY): pyproject.toml constraints.txt requirements-interop.txt requirements-h
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 10) and f"retrograde needs Python 3.10 or later; $(PYTHON) is {v}. Try make PYTHON=python3.11.")'
 	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(RUN) install pip; }
 	$(RUN) -m pip install --quiet --constraint constraints.txt torch==$(TORCH)
-	$(RUN) -m pip install --quiet --constraint constraints.txt hatchling editables
+	$(RUN) -m pip install --quiet --constraint constraints.txt hatchling hatch-fancy-pypi-readme editables
 	$(RUN) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	$(RUN) -m pip install --quiet --no-deps --requirement requirements-interop.txt
 	$(RUN) -m pip install --quiet --no-deps --requirement requirements-hub.txt

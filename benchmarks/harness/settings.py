@@ -124,7 +124,7 @@ class Sweep:
 
 
 _NARROW = replace(SETTINGS["tiny"], width=16, length=32)
-SLOPE = Sweep(SETTINGS["tiny"], (4, 12, 24, 48))
+SLOPE = Sweep(SETTINGS["tiny"], (6, 12, 48, 192))
 RESIDENT = Sweep(replace(SETTINGS["tiny"], width=32, batch=64), (12, 48))
 GRADIENTS = Sweep(SETTINGS["tiny"], (12, 96))
 GRADIENTS_DEEP = Sweep(_NARROW, (384,))

@@ -112,6 +112,20 @@ def test_the_wheel_needs_torch_alone_and_offers_the_extras(built: Path) -> None:
 
 
 @builds
+def test_links_and_pictures_of_the_readme_work_on_the_package_index(built: Path) -> None:
+    """There they have no files beside them: each leads to the repository, pictures to their bytes."""
+    description = metadata_of(wheel_in(built)).get_payload()
+    assert isinstance(description, str)
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", description)
+    pictures = [target for sign, target in links if sign]
+    repository = project()["urls"]["Repository"]
+    assert pictures
+    assert all(target.startswith(f"{repository}/raw/main/docs/") for target in pictures)
+    assert len(links) > len(pictures)
+    assert all(target.startswith(("https://", "#")) for _, target in links)
+
+
+@builds
 def test_the_sdist_holds_what_is_needed_to_test_and_to_build_the_documents(built: Path, tmp_path: Path) -> None:
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
