@@ -15,10 +15,10 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick quick-tests test lint types pytest test-versions docs format bench clean
+.PHONY: help demo quick quick-tests test lint types pytest test-versions test-accelerator docs format bench clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(READY)  ## train a 48-block model and draw its memory (minutes; writes demo-output/)
 	$(RUN) -m retrograde demo --output demo-output
@@ -74,6 +74,9 @@ test-versions: $(TORCHES:%=.venv-torch-%/.ready)  ## the core tests with the old
 	@for version in $(TORCHES); do echo "torch $$version"; \
 	  PYTHONPATH=src .venv-torch-$$version/bin/python -m pytest $(CORE:%=tests/%) $(ELSEWHERE:%=--ignore=tests/%) $(ARGS) || exit 1; done
 
+test-accelerator: $(READY)  ## the tests that need an accelerator, on this machine's; writes accelerator-report.md
+	$(RUN) tests/device/accelerator_report.py $(ARGS)
+
 docs: $(READY)  ## the documents as a site in site/ (the tests build it too)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
@@ -88,7 +91,7 @@ bench: $(READY)  ## retrograde beside its peers: time, memory, gradients (a quar
 	$(RUN) benchmarks/run.py $(ARGS)
 
 clean:  ## remove the environment, caches and what the demo wrote
-	rm -rf $(VENV) .venv-torch-* demo-output memory-profile example-output build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* demo-output accelerator-report.md memory-profile example-output build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The file is written last, so an interrupted set-up starts again and a finished one is used as it is.

@@ -47,6 +47,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import retrograde as rg
+from retrograde.training import backend_for
 
 HEADS = 4
 TIMEOUT = timedelta(minutes=1)  # for which a process waits for the others
@@ -90,14 +91,15 @@ def say(text: str) -> None:
 @contextmanager
 def joined() -> Iterator[Process]:
     """Join the processes that torchrun started, if it did."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    index = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device(accelerator.type, index) if accelerator else torch.device("cpu")
     if not dist.is_torchelastic_launched():
         yield Process(0, 1, device)
         return
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
+    if accelerator:
+        torch.accelerator.set_device_index(index)
+    dist.init_process_group(backend_for(device), timeout=TIMEOUT)
     try:
         yield Process(dist.get_rank(), dist.get_world_size(), device)
     finally:

@@ -18,7 +18,7 @@ pytest.importorskip("safetensors", reason="the trainer needs the extra 'train'")
 import safetensors.torch
 
 import runs
-from retrograde.training import ConfigError, Options
+from retrograde.training import ConfigError, Options, backend_for
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT: dict[str, Any] = {"training_steps": 6, "model_dropout": 0.0, "output_save_every": 3}
@@ -115,3 +115,11 @@ def test_a_batch_that_cannot_be_shared_is_refused_once(tmp_path: Path) -> None:
     assert done.stderr.count("training.batch = 3 cannot be shared by 2 processes") == 1
     with pytest.raises(ConfigError, match=r"cannot be cut into training\.accumulate = 3 equal parts"):
         runs.trained(tmp_path, training_accumulate=3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [("cpu", "gloo"), ("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl"), ("mps", "gloo")],
+)
+def test_the_backend_follows_from_the_device(kind: str, backend: str) -> None:
+    assert backend_for(torch.device(kind)) == backend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Protocol
 
 import torch
@@ -64,57 +65,66 @@ class SavedStreams:
 
 
 class OffloadedStreams:
-    """Streams in the host's memory, copied there and back while the device computes, where it allows that.
+    """Streams in the host's memory. The host waits for neither copy, where its memory can be pinned for the device.
 
-    Tensors of the CPU are there already, and those of the meta device nowhere: they are saved without a copy.
+    The way back reads what the way there writes, so the device has to do them in this order, on whatever stream
+    the backward pass runs. Tensors of the CPU are on the host already, and those of the meta device nowhere: they are
+    saved without a copy.
     """
 
     def __init__(self, tensors: Streams) -> None:
         self._devices = [t.device for t in tensors]
         self._saved: SavedStreams | None = None
         self._copies: list[Tensor] = []
-        self._events: list[Any] = []
+        self._events: dict[torch.device, Any] = {}
         if all(d.type in ("cpu", "meta") for d in self._devices):
             self._saved = SavedStreams(tensors)
             return
-        for tensor in tensors:
-            self._copies.append(self._to_host(tensor))
+        self._copies.extend(map(self._to_host, tensors))
+        for device in self._events:
+            with torch.accelerator.device_index(device.index):
+                self._events[device] = torch.get_device_module(device).Event()
+                self._events[device].record()
 
     def _to_host(self, tensor: Tensor) -> Tensor:
-        if tensor.device.type == "cpu":
+        device = tensor.device
+        if device.type == "cpu":
             return tensor.clone()
-        copy = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", pin_memory=_can_pin(tensor.device)
-        )
-        module = torch.get_device_module(tensor.device)
-        has_events = hasattr(module, "Event")  # that tell when the copy is done; otherwise it has to be done now
-        copy.copy_(tensor, non_blocking=has_events)
-        if has_events:
-            event = module.Event()
-            event.record()
-            self._events.append(event)
+        can_pin = _can_pin(device.type)
+        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", pin_memory=can_pin)
+        has_events = hasattr(torch.get_device_module(device), "Event")  # that keep the order of the copies
+        copy.copy_(tensor, non_blocking=can_pin and has_events)
+        if can_pin and has_events:
+            self._events[device] = None
         return copy
 
     def tensors(self) -> Streams:
         """The tensors, back on their devices."""
         if self._saved is not None:
             return self._saved.tensors()
-        for event in self._events:
-            event.synchronize()
-        self._events = []
+        for device, event in self._events.items():
+            with torch.accelerator.device_index(device.index):
+                event.wait()  # the device's current stream waits, not the host
         return tuple(
             copy if device.type == "cpu" else copy.to(device, non_blocking=True)
             for copy, device in zip(self._copies, self._devices, strict=True)
         )
 
 
-def _can_pin(device: torch.device) -> bool:
-    """Whether the host's memory can be pinned for this device, which copies beside the computation need.
+@functools.cache
+def _can_pin(kind: str) -> bool:
+    """Whether the host's memory can be pinned for this kind of device, without which the host waits for its copies.
 
-    torch pins for its one accelerator. MPS shares the host's memory and has nothing to pin.
+    torch pins for its one accelerator, if that has an allocator for it. MPS shares the host's memory.
     """
     accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and accelerator.type == device.type != "mps"
+    if accelerator is None or accelerator.type != kind or kind == "mps":
+        return False
+    try:
+        torch.empty_strided((1,), (1,), device="cpu", pin_memory=True)
+    except RuntimeError:
+        return False
+    return True
 
 
 def edited_in_place(what: str) -> RuntimeError:

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from . import device_memory
+
 _SAFE = 0.8  # of what is free: allocators round sizes up, and leave holes
 _LIMITS = (  # of the container, with what it uses: the two generations of Linux's control groups
     ("memory.max", "memory.current"),
@@ -27,12 +29,9 @@ def free_bytes(device: torch.device, system: Path = Path("/")) -> int:
         return min(_available(system / "proc/meminfo"), _left_to_container(system / "sys/fs/cgroup"))
     if torch.accelerator.current_accelerator() != torch.device(device.type):
         return sys.maxsize
-    try:
-        free, _ = torch.accelerator.get_memory_info(device)
-        unused = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
-    except RuntimeError:  # its allocator does not tell
-        return sys.maxsize
-    return int(free + unused)
+    free = device_memory.free(device)
+    unused = device_memory.reserved(device) - device_memory.allocated(device)
+    return sys.maxsize if free is None else free + unused
 
 
 def _available(meminfo: Path) -> int:

@@ -70,6 +70,7 @@ class MemoryTracker(TorchDispatchMode):
     Args:
         ignore: tensors and modules (parameters, their gradients, buffers) not to count.
         events: a list that receives an `Event` for each change, in the order of time.
+        kind: the one kind of device to count on, such as "cuda"; all of them by default.
 
     Examples:
         >>> import torch
@@ -84,11 +85,18 @@ class MemoryTracker(TorchDispatchMode):
         (128, True)
     """
 
-    def __init__(self, ignore: Iterable[Tensor | nn.Module] = (), *, events: list[Event] | None = None) -> None:
+    def __init__(
+        self,
+        ignore: Iterable[Tensor | nn.Module] = (),
+        *,
+        events: list[Event] | None = None,
+        kind: str | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         load_compiler()
         self.live = self.peak = 0
         self.events = events
+        self._kind = kind
         self._phases: list[Phase] = []
         self._watched: dict[int, _Watched] = {}
         self._numbers = 0
@@ -156,6 +164,7 @@ class MemoryTracker(TorchDispatchMode):
         self._numbers += 1
         watched = _Watched(storage, self._forget)
         watched.key, watched.number, watched.operator = id(storage), self._numbers, operator
+        watched.counts = self._kind is None or storage.device.type in (self._kind, "meta")  # "meta": of fake tensors
         self._watched[watched.key] = watched
         return watched
 

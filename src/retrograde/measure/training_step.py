@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .batches import arguments, own_arguments, tensors_in
+from .device_memory import accelerator_of
 from .loss import Loss, check_loss, default_loss
 from .memory_tracker import MemoryTracker
 from .timing import wait_for_devices
@@ -33,8 +34,12 @@ def step_seconds(model: nn.Module, batch: Any, loss: Loss | None = None) -> floa
 
 
 def step_tracker(model: nn.Module, batch: Any) -> MemoryTracker:
-    """A tracker that counts what a step allocates: not the model and its gradients, nor the batch."""
-    return MemoryTracker(ignore=[model, *tensors_in(arguments(batch))])
+    """A tracker that counts what a step allocates: not the model and its gradients, nor the batch.
+
+    For a model on an accelerator it counts the memory there, not the host's.
+    """
+    given = tensors_in(arguments(batch))
+    return MemoryTracker(ignore=[model, *given], kind=accelerator_of([*model.parameters(), *given]))
 
 
 def step_peak(model: nn.Module, batch: Any, loss: Loss | None = None) -> int:

@@ -19,6 +19,7 @@ from retrograde.engine.run import Segment, run_blocks
 from retrograde.engine.torch_internals import tree_flatten, tree_map
 from retrograde.measure import MemoryTracker
 from retrograde.measure.batches import detached_leaf
+from retrograde.measure.device_memory import accelerator_of
 from retrograde.measure.timing import wait_for_devices
 from retrograde.memory import MemoryMode
 from retrograde.network.block import Block
@@ -82,10 +83,10 @@ class BlockAlone:
     @cached_property
     def distinct(self) -> tuple[list[Tensor], list[int]]:
         """The streams as the leaves of a graph, each tensor once, and for each stream which of them it is."""
-        leaves: dict[int, tuple[int, Tensor]] = {}
+        leaves: dict[tuple[int, int], tuple[int, Tensor]] = {}
         for s in self.streams:
-            leaves.setdefault(s.data_ptr(), (len(leaves), detached_leaf(s)))
-        return [leaf for _, leaf in leaves.values()], [leaves[s.data_ptr()][0] for s in self.streams]
+            leaves.setdefault(_place(s), (len(leaves), detached_leaf(s)))
+        return [leaf for _, leaf in leaves.values()], [leaves[_place(s)][0] for s in self.streams]
 
     def _inputs(self) -> Streams:
         """Streams that were computed, as those inside a chain are: autograd frees them if nothing saves them."""
@@ -112,7 +113,7 @@ class BlockAlone:
         # The outputs are not always the block's own: a chain counts its last streams and a reversed part's end.
         ends_count_elsewhere = self.keep_last_graph or mode.needs_inverse
         shared = set(self.block.parameters()) - set(self.own)
-        with MemoryTracker(ignore=[self.block, *self.distinct[0]]) as memory:
+        with MemoryTracker(ignore=[self.block, *self.distinct[0]], kind=accelerator_of(self.streams)) as memory:
             with memory.phase("forward") as forward:
                 inputs = self._inputs()
                 alive_inputs = _AliveStorages(inputs)
@@ -139,7 +140,12 @@ class BlockAlone:
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:
     """The bytes of some tensors' storages, each counted once."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor's values are. Not by their address: tensors without values have none."""
+    return id(tensor.untyped_storage()), int(tensor.storage_offset())
 
 
 def _loss_without_saves(outputs: Streams) -> Tensor:
@@ -153,7 +159,7 @@ class _AliveStorages:
     """Which of some tensors' storages are still alive, without keeping them alive."""
 
     def __init__(self, tensors: Streams) -> None:
-        storages = {t.data_ptr(): t.untyped_storage() for t in tensors}.values()
+        storages = {_place(t): t.untyped_storage() for t in tensors}.values()
         self._storages = [(weakref.ref(storage), storage.nbytes()) for storage in storages]
 
     def bytes(self) -> int:

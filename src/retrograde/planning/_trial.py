@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from retrograde.measure import device_memory
 from retrograde.measure.stacks import stacks_of
 from retrograde.measure.targets import TargetError, load
 from retrograde.measure.training_step import loss_of
@@ -64,7 +65,7 @@ def _limit_accelerator(memory_limit: int) -> None:
 def _peak(device: torch.device) -> int:
     """The most bytes that the accelerator's allocator reserved, or that were resident in the whole process."""
     if device.type != "cpu":
-        return int(torch.accelerator.max_memory_reserved(device))
+        return device_memory.peak_reserved(device)
     return peak_resident(Path("/proc/self/status"))
 
 

@@ -10,6 +10,7 @@ from ._config import ConfigError as ConfigError
 from ._config import config_of as config_of
 from ._config import read_config as read_config
 from ._data import Vocabulary as Vocabulary
+from ._devices import backend_for as backend_for
 from ._loop import Options as Options
 from ._loop import Result as Result
 from ._loop import TrainingError as TrainingError

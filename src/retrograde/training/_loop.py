@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from retrograde.measure import device_memory
 from retrograde.models import ReversibleLM
 from retrograde.network.step import StepError
 
@@ -339,7 +340,7 @@ class _Meter:
 def _peak(device: torch.device) -> int:
     """The peak so far in bytes: of tensors on an accelerator, of the whole process on a CPU (0 if unknown)."""
     if device.type != "cpu":
-        return int(torch.accelerator.max_memory_allocated(device))
+        return device_memory.peak(device)
     try:
         import resource
     except ModuleNotFoundError:  # Windows

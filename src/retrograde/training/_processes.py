@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from retrograde.models import ReversibleLM
 
-from ._config import ConfigError
+from ._devices import backend_for, device_named
 
 TIMEOUT = timedelta(minutes=10)  # for which a process waits for the others
 
@@ -66,31 +65,18 @@ class Process:
 @contextlib.contextmanager
 def join_processes(device: str) -> Iterator[Process]:
     """Join the processes that torchrun started, if it did."""
-    chosen = _device(device)
+    chosen = device_named(device)
     if not dist.is_torchelastic_launched():
         yield Process(0, 1, chosen)
         return
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(chosen.index or 0)
-    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=TIMEOUT)
+    dist.init_process_group(backend_for(chosen), timeout=TIMEOUT)
     try:
         yield Process(dist.get_rank(), dist.get_world_size(), chosen)
         dist.barrier()  # no process ends while another still has something to receive from it
     finally:
         dist.destroy_process_group()
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name) if name != "auto" else torch.accelerator.current_accelerator(check_available=True)
-        device = device or torch.device("cpu")
-        if device.type not in ("cpu", "meta") and device.index is None:
-            device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", 0)))
-        torch.empty(1, device=device).add_(1).item()
-    except Exception as error:  # its type differs by device
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f'training.device = "{name}" cannot be used here: {reason}') from None
-    return device
 
 
 def parallelised(loss: Loss, process: Process, parallel: Literal["ddp", "fsdp"]) -> nn.Module:
