@@ -169,3 +169,12 @@ def test_a_fused_optimiser_steps_on_a_device_as_an_ordinary_one_does(device: tor
         results.append([p.detach().cpu() for p in stack.parameters()])
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_decisions_make_the_host_wait_for_nothing(toy: Any) -> None:
+    stack = rg.ReversibleSequence([rg.two_stream(Routed(), nn.Linear(16, 16)) for _ in range(3)]).to("toy")
+    x = torch.randn(8, 16, device="toy", requires_grad=True)
+    for _ in range(3):
+        y = stack(x)
+        y.backward(torch.ones_like(y))
+    assert toy.counts["waits"] == 0, toy.log
