@@ -18,6 +18,7 @@ class Problem:
     """Build a model with a memory mode, and the loss of a model on fixed data in the dtype of its parameters.
 
     In `steps` steps of Adam with the learning rate `rate`, the loss falls below `falls` times its first value.
+    `has_exact` is False if its coupling has no exact form.
     """
 
     build: Callable[[Any], nn.Module]
@@ -25,6 +26,7 @@ class Problem:
     steps: int = 40
     rate: float = 1e-2
     falls: float = 0.1
+    has_exact: bool = True
 
 
 def normal(model: nn.Module, *shape: int, seed: int = 1) -> Tensor:
@@ -104,6 +106,14 @@ PROBLEMS = {
     "RevNet": Problem(lambda memory: models.RevNet(4, widths=(8, 16), depths=(2, 2), memory=memory), classification(8)),
     "RevViT": Problem(
         lambda memory: models.RevViT(4, 8, 2, width=24, depth=3, heads=3, memory=memory), classification(8)
+    ),
+    "RevCol": Problem(
+        lambda memory: models.RevCol(4, widths=(8, 12, 16), columns=4, memory=memory),
+        classification(8),
+        has_exact=False,
+    ),
+    "RevBiFPN": Problem(
+        lambda memory: models.RevBiFPN(4, widths=(8, 12, 16), depth=2, memory=memory), classification(8)
     ),
     "MomentumResNet": Problem(
         lambda memory: models.MomentumResNet(4, widths=(8, 12), depths=(3, 3), memory=memory), classification(8)

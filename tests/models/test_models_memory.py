@@ -80,3 +80,17 @@ def test_a_stage_saves_its_transition_and_nothing_per_block() -> None:
     copies = at(12, "reverse").after_forward - at(3, "reverse").after_forward  # of batch statistics, for the replay
     assert copies < 0.05 * at(3, "reverse").after_forward
     assert at(12, "store").after_forward > 2 * at(3, "store").after_forward > 3 * at(3, "reverse").after_forward
+
+
+@pytest.mark.parametrize("kind", ["RevCol", "RevBiFPN"])
+def test_columns_and_pyramids_hold_nothing_per_block(kind: str) -> None:
+    def at(depth: int, memory: str) -> Measured:
+        make: Any = models.RevCol if kind == "RevCol" else models.RevBiFPN
+        model = make(4, (8, 8, 8), depth, memory=memory)
+        images, classes = torch.randn(4, 3, 16, 16), whole(4, 4)
+        return measure(model, lambda model: F.cross_entropy(model(images), classes))
+
+    shallow, deep = at(2, "reverse"), at(8, "reverse")
+    assert deep.after_forward < 1.1 * shallow.after_forward  # copies of batch statistics
+    assert deep.peak < 1.1 * shallow.peak
+    assert at(8, "store").peak > 3 * deep.peak

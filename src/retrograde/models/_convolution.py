@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -39,6 +40,27 @@ class Shrink(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return embedded(F.relu(self.norm(x)), self.convolve)
+
+
+class Pyramid(nn.Module):
+    """A convolution of an image, and coarser versions of it, each with half the sides of the one before."""
+
+    def __init__(self, channels: int, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
+        self.shrink = nn.ModuleList(Shrink(a, b) for a, b in itertools.pairwise(widths))
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        height, width = images.shape[2:]
+        if height % 2 ** len(self.shrink) or width % 2 ** len(self.shrink):
+            raise ValueError(
+                f"Images of {height}×{width} cannot be halved {len(self.shrink)} times; give sides that are multiples "
+                f"of {2 ** len(self.shrink)}, or fewer widths."
+            )
+        levels = [embedded(images, self.stem)]
+        for shrink in self.shrink:
+            levels.append(shrink(levels[-1]))
+        return tuple(levels)
 
 
 class StagedClassifier(nn.Module):
