@@ -15,6 +15,7 @@ from retrograde.network.ready_made import transition
 from retrograde.sequence import ReversibleSequence
 
 from ._depth import embedded, shrink_updates
+from ._hub import HubModel
 
 
 class Convolutions(nn.Sequential):
@@ -63,7 +64,7 @@ class Pyramid(nn.Module):
         return tuple(levels)
 
 
-class StagedClassifier(nn.Module):
+class StagedClassifier(HubModel):
     """A convolution, stages of blocks on two streams, and a linear layer of the mean over the image.
 
     Args:

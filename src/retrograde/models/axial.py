@@ -13,6 +13,7 @@ from retrograde.sequence import ReversibleSequence
 from ._attention import SelfAttention
 from ._depth import embedded, shrink_updates
 from ._feed_forward import FeedForward
+from ._hub import HubModel
 
 
 class AxialAttention(SelfAttention):
@@ -32,7 +33,7 @@ class AxialAttention(SelfAttention):
         return update.view(lines.shape).transpose(self.axis, -2)
 
 
-class AxialImageTransformer(nn.Module):
+class AxialImageTransformer(HubModel):
     """A reversible transformer from images to images of the same size, whose cost grows as pixels × (height + width).
 
     Ho, Kalchbrenner, Weissenborn, Salimans: "Axial Attention in Multidimensional Transformers" (2019).

@@ -17,10 +17,11 @@ from ._cache import KVCache, Sampling, continued, evaluating, positions_of
 from ._chunked import chunked_cross_entropy
 from ._depth import shrink_updates
 from ._feed_forward import FeedForward
+from ._hub import HubModel
 from ._positions import rotary_angles
 
 
-class EncoderDecoder(nn.Module):
+class EncoderDecoder(HubModel):
     """A reversible transformer that reads one sequence and writes another.
 
     Vaswani et al.: "Attention Is All You Need" (2017), with the reversible streams of Kitaev et al.: "Reformer"

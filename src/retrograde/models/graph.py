@@ -11,6 +11,7 @@ from retrograde.network.ready_made import grouped
 from retrograde.sequence import ReversibleSequence
 
 from ._depth import embedded, shrink_updates
+from ._hub import HubModel
 
 
 class Messages(nn.Module):
@@ -30,7 +31,7 @@ class Messages(nn.Module):
         return update
 
 
-class DeepGraphNetwork(nn.Module):
+class DeepGraphNetwork(HubModel):
     """A grouped reversible graph network, trainable at a thousand layers in the memory of one.
 
     Li, Müller, Ghanem, Koltun: "Training Graph Neural Networks with 1000 Layers" (2021). The features of a node are

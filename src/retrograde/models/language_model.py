@@ -15,10 +15,11 @@ from ._cache import KVCache, Sampling, continued, evaluating, positions_of
 from ._chunked import chunked_cross_entropy
 from ._depth import shrink_updates
 from ._feed_forward import FeedForward
+from ._hub import HubModel
 from ._positions import rotary_angles
 
 
-class ReversibleLM(nn.Module):
+class ReversibleLM(HubModel):
     """A reversible transformer language model: rotary positions, grouped-query attention, tied embeddings.
 
     Kitaev, Kaiser, Levskaya: "Reformer: The Efficient Transformer" (2020), for the two streams of attention and

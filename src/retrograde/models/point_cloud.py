@@ -12,6 +12,7 @@ from retrograde.sequence import ReversibleSequence
 from ._attention import Attention
 from ._depth import embedded, shrink_updates
 from ._feed_forward import FeedForward
+from ._hub import HubModel
 
 
 class PointAttention(Attention):
@@ -44,7 +45,7 @@ class PointAttention(Attention):
         return torch.exp(-((distances[..., None] - centres) * (self.waves / self.reach)).square() / 2)
 
 
-class PointCloudTransformer(nn.Module):
+class PointCloudTransformer(HubModel):
     """A reversible transformer over points: their values are the streams, coordinates and edges are context.
 
     Hutchinson et al.: "LieTransformer: Equivariant Self-Attention for Lie Groups" (2021), for attention that weighs

@@ -15,6 +15,7 @@ from retrograde.sequence import ReversibleSequence
 
 from ._convolution import Convolutions, Pyramid
 from ._depth import shrink_updates
+from ._hub import HubModel
 
 
 class Resample(nn.Module):
@@ -46,7 +47,7 @@ class Fuse(nn.Module):
         return torch.stack([part(image) for part, image in zip(self.parts, images, strict=True)]).sum(0)
 
 
-class RevBiFPN(nn.Module):
+class RevBiFPN(HubModel):
     """A pyramid of resolutions that are fused in both directions again and again, all of it reversible.
 
     Chiley, Thangarasa, Gupta, Samar, Hestness, DeCoste: "RevBiFPN: The Fully Reversible Bidirectional Feature Pyramid

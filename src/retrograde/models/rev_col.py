@@ -16,6 +16,7 @@ from retrograde.sequence import ReversibleSequence
 
 from ._convolution import Pyramid
 from ._depth import shrink_updates
+from ._hub import HubModel
 
 _LIMIT = 1.0  # of the logarithm of a scale: inverting a step magnifies rounding errors at most e times
 
@@ -55,7 +56,7 @@ class FirstLevel(Level):
         return self._fused(stem + F.interpolate(self.up(coarser), scale_factor=2.0))
 
 
-class RevCol(nn.Module):
+class RevCol(HubModel):
     """Columns of levels: each level is scaled, and updated from the finer one of its column and the coarser one before.
 
     Cai, Zhou, Han, Sun, Kong, Li, Zhang: "Reversible Column Networks" (2022). With `x[l]` the stream of level l, of its

@@ -12,9 +12,10 @@ from retrograde.sequence import ReversibleSequence
 from ._attention import SelfAttention
 from ._depth import embedded, shrink_updates
 from ._feed_forward import FeedForward
+from ._hub import HubModel
 
 
-class RevViT(nn.Module):
+class RevViT(HubModel):
     """A vision transformer on two streams, which are concatenated at the end and classified together.
 
     Mangalam et al.: "Reversible Vision Transformers" (2022).

@@ -14,10 +14,11 @@ from retrograde.sequence import ReversibleSequence
 from ._attention import Attention, CrossAttention, SelfAttention
 from ._depth import embedded, shrink_updates
 from ._feed_forward import FeedForward
+from ._hub import HubModel
 from ._positions import sinusoids
 
 
-class TwoModalityTransformer(nn.Module):
+class TwoModalityTransformer(HubModel):
     """A reversible transformer of two modalities: a block attends within each, the next one between them.
 
     Lu, Batra, Parikh, Lee: "ViLBERT: Pretraining Task-Agnostic Visiolinguistic Representations for
@@ -54,6 +55,7 @@ class TwoModalityTransformer(nn.Module):
         outputs = features if outputs is None else outputs
         if len(features) != 2 or set(outputs) != set(features):
             raise ValueError(f"features={dict(features)}, outputs={dict(outputs)}: name the same two modalities.")
+        features = dict(sorted(features.items()))  # a model that was saved as JSON is loaded in another order
         self.embed = nn.ModuleDict({name: nn.Linear(size, width) for name, size in features.items()})
 
         def block(attends: Attends, attention: type[Attention]) -> Block:
