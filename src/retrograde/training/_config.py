@@ -146,12 +146,13 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """Where log and checkpoints are written, how often, and how many checkpoints are kept."""
+    """Where log and checkpoints are written, how often, how many checkpoints are kept, and what else shows the log."""
 
     folder: str = "run"
     save_every: int = 100
     keep: int = 3
     log_every: int = 10
+    tracker: Literal["none", "wandb", "trackio"] = "none"
 
     def check(self) -> None:
         _at_least(self, 1, "save_every", "keep", "log_every")

@@ -1,13 +1,15 @@
-"""The log of a run: JSON, one event per line, and TensorBoard where it is installed."""
+"""The log of a run: JSON, one event per line; and the experiment trackers that show it."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from ._trackers import Tracker
 
 Event = dict[str, Any]
 
@@ -15,28 +17,31 @@ Event = dict[str, Any]
 class Log:
     """Appends events to `log.jsonl`. Events after the step that a run resumes from are removed first."""
 
-    def __init__(self, folder: Path, step: int) -> None:
+    def __init__(self, folder: Path, step: int, trackers: Sequence[Tracker] = ()) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "log.jsonl"
         if self.path.is_file():
             _cut(self.path, step)
         self._file = self.path.open("a", encoding="utf-8")
-        self._board = _board(folder / "tensorboard", step)
+        self._trackers = trackers
 
     def write(self, event: Event) -> None:
         self._file.write(json.dumps(event) + "\n")
         self._file.flush()
-        if self._board is not None:
-            kind = event["event"]
-            for name, value in event.items():
-                if name not in ("event", "step") and isinstance(value, (int, float)):
-                    self._board.add_scalar(f"{kind}/{name}", value, event["step"])
+        numbers = {
+            f"{event['event']}/{name}": value
+            for name, value in event.items()
+            if name not in ("event", "step") and isinstance(value, (int, float))
+        }
+        if numbers:
+            for tracker in self._trackers:
+                tracker.log(numbers, event["step"])
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # what could not be flushed was reported as it was written
             self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def _cut(path: Path, step: int) -> None:
@@ -52,11 +57,3 @@ def _cut(path: Path, step: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     new.replace(path)
-
-
-def _board(folder: Path, step: int) -> Any:
-    try:
-        tensorboard: Any = importlib.import_module("torch.utils.tensorboard")
-    except ImportError:  # it is an extra
-        return None
-    return tensorboard.SummaryWriter(str(folder), purge_step=step + 1)

@@ -28,6 +28,7 @@ from ._config import Config, ConfigError, changes, config_of
 from ._data import Corpus, Vocabulary, mixed, read_corpus
 from ._log import Event, Log
 from ._processes import Loss, Process, full_state, gradient_sync, join_processes, load_full_state, parallelised
+from ._trackers import trackers_of
 
 _UNCHANGED = "Finished checkpoints are unchanged."
 
@@ -120,9 +121,14 @@ class _Run:
 
     def train(self) -> Result:
         began = self._resume()
-        with closing(Log(self.folder, began)) if self.process.is_main else nullcontext() as log:
+        with closing(self._log(began)) if self.process.is_main else nullcontext() as log:
             done = self._steps(began, log)
         return Result(done, began, self.checkpoints.path(done))
+
+    def _log(self, began: int) -> Log:
+        return Log(
+            self.folder, began, trackers_of(self.config.output.tracker, self.folder, began, self.config.to_dict())
+        )
 
     def _steps(self, began: int, log: Log | None) -> int:
         output, evaluation, last = self.config.output, self.config.evaluation, self.config.training.steps
