@@ -42,9 +42,9 @@ def test_a_tracker_gets_the_numbers_of_every_event_and_is_closed(tmp_path: Path)
 def test_a_run_is_shown_by_the_tracker_it_names_without_a_connection(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip(name)
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
     monkeypatch.delenv("WANDB_MODE", raising=False)
+    pytest.importorskip(name)
     runs.trained(tmp_path, training_steps=3, output_tracker=name)
     written = [path for path in (tmp_path / "run" / "wandb", tmp_path / "trackio") if path.exists()]
     assert any(file.stat().st_size for folder in written for file in folder.rglob("*") if file.is_file())
