@@ -45,6 +45,7 @@ QUICK := \
 	compiled/test_compiled_models.py \
 	conversion/test_convert.py conversion/test_convert_returns.py \
 	couplings \
+	device/test_engine_on_a_device.py \
 	diagnose/test_doctor_branches.py diagnose/test_doctor_refusals.py \
 	distributed/test_fsdp_policies.py \
 	engine/test_buffers.py engine/test_decisions.py engine/test_drift_control.py engine/test_exact_states.py engine/test_exceptions.py \

@@ -49,8 +49,8 @@ def peak(device: torch.device, depth: int, memory: str) -> int:
 
 @pytest.mark.parametrize("memory", ["reverse", "offload"])
 def test_memory_on_a_device_does_not_grow_with_depth(device: torch.device, memory: str) -> None:
-    assert peak(device, 32, memory) <= 1.05 * peak(device, 4, memory)
-    assert peak(device, 32, "store") > 4 * peak(device, 4, "store")
+    assert peak(device, 16, memory) <= 1.05 * peak(device, 4, memory)
+    assert peak(device, 16, "store") > 3 * peak(device, 4, "store")
 
 
 @contextmanager
@@ -61,7 +61,6 @@ def noting_what_comes_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int
 
     def noted(saved: Any) -> Any:
         tensors = copy_back(saved)
-        gc.collect()
         alive.add(tensors[0].untyped_storage())
         numbers.append(len(alive))
         return tensors
@@ -74,9 +73,9 @@ def noting_what_comes_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int
 def test_offload_holds_at_most_two_blocks_on_the_device(toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stack, x = make(torch.device("toy"), 8, "offload"), torch.randn(256, 64, device="toy", requires_grad=True)
     with noting_what_comes_back(monkeypatch) as numbers:
-        for _ in range(3):
+        for _ in range(2):
             step(stack, x)
-    assert len(numbers) == 3 * 8
+    assert len(numbers) == 2 * 8
     assert max(numbers) <= 2
 
 
@@ -133,12 +132,13 @@ def test_the_tracker_counts_the_bytes_that_the_device_counts(toy: Any, memory: s
     assert tracker.peak == toy.peak - before
 
 
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> tuple[rg.ReversibleSequence, Tensor, ChainCost]:
+@pytest.fixture(scope="module")
+def planned() -> tuple[rg.ReversibleSequence, Tensor, ChainCost]:
     """A stack and a batch on the toy device, and what the planner measured of them."""
-    monkeypatch.setattr(timing, "_PATIENCE", 0.0)
     stack, x = make(torch.device("toy"), 6), torch.randn(256, 64, device="toy")
-    return stack, x, measure(stack, x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "_PATIENCE", 0.0)
+        return stack, x, measure(stack, x)
 
 
 @pytest.mark.parametrize("memory", ["store", "checkpoint", "offload", "reverse"])
@@ -150,6 +150,7 @@ def test_the_planner_predicts_the_bytes_that_the_device_counts(
     stack.memory = memory
     for parameter in stack.parameters():
         parameter._post_accumulate_grad_hooks.clear()  # the planner counts the gradients that a step leaves
+        parameter.grad = None
     gc.collect()
     toy.reset()
     before = toy.allocated
