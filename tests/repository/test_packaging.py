@@ -24,7 +24,7 @@ from retrograde.memory import MODES
 
 ROOT = Path(__file__).resolve().parents[2]
 SEMANTIC = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)(-[0-9A-Za-z.-]+)?(\+[0-9A-Za-z.-]+)?")
-EXTRAS = {"plot", "cli", "train", "examples", "docs", "dev"}
+EXTRAS = {"plot", "cli", "train", "hf", "examples", "docs", "dev"}
 GITHUB = ROOT / ".github"
 PLACEHOLDER = "https://example.org/retrograde"
 

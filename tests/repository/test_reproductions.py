@@ -152,3 +152,13 @@ def test_exactness_costs_no_activation_memory(pages: Mapping[str, Path]) -> None
         taken = {name: int(row[column].replace(",", "")) for name, row in by_contender.items()}
         assert taken["reversed, exact"] == taken["reversed, guard not due"] == taken["reversed"] < taken["stored"]
         assert taken["reversed, guard due in every call"] > taken["reversed"]  # the measurement sees a sample
+
+
+@pytest.mark.parametrize("model", ["RevCol", "RevBiFPN"])
+def test_columns_and_pyramids_compares_networks_of_the_same_size_and_reversing_holds_less(
+    model: str, pages: Mapping[str, Path]
+) -> None:
+    twin, stored, reversed_ = rows(pages["columns_and_pyramids"], under=f"## {model}")
+    assert twin["parameters"] == stored["parameters"] == reversed_["parameters"]
+    deeper = [in_bytes(row["peak, depth 2"]) for row in (twin, stored, reversed_)]
+    assert deeper[2] < 0.7 * min(deeper[:2])
