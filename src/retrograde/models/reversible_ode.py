@@ -25,8 +25,8 @@ class ReversibleODE(nn.Module):
         steps: how many steps the solver takes, two or more.
         span: the time from the start to the end.
         time: "absolute" if `f` takes `(t, x)`, "none" if it takes `x` alone.
-        exact: whether the states are on a grid, as in `ReversibleSequence`. In float32 its default spacing, 2^-16,
-            rounds the updates of very small steps: use float64 states for those.
+        exact: whether the states are on a grid, as in `ReversibleSequence`. In float32 its default spacing is 2^-16,
+            which rounds the updates of very small steps; use float64 states for those.
         memory: as in `ReversibleSequence`, with one block per step but the first.
 
     Examples:
