@@ -57,7 +57,7 @@ class ReversibleSequence(nn.Module):
             precision. The merged output has the input's dtype.
         max_drift: place anchors, on the first training call, so that no recomputed stream is relatively further from
             the true one than this.
-        guard: compare a recomputed stream with the true one now and then, in training.
+        guard: compare what was recomputed with the true values now and then, in training.
         compiled: how the stack trains inside a model that is compiled as a whole. "branches" keeps it out of the
             graph; compile its branches one by one. "single graph" writes the reversible backward pass into
             the graph, where nothing is against it (see `single_graph_refusal`).
@@ -155,7 +155,7 @@ class ReversibleSequence(nn.Module):
 
     @property
     def guard(self) -> Guard | None:
-        """What compares a recomputed stream with the true one now and then. Assign a `Guard`, or None."""
+        """What compares recomputed values with the true ones now and then. Assign a `Guard`, or None."""
         return None if self._watch is None else self._watch.guard
 
     @guard.setter
@@ -267,7 +267,8 @@ class ReversibleSequence(nn.Module):
         if self._goes_into_graph(plan, streams, context, hidden):
             return Outputs(run_in_graph(blocks, self.names, streams, context), self.names)
         if observer is None and self._watch is not None and torch.is_grad_enabled():
-            observer = self._watch.observer([i for i in running if plan.modes[i].needs_inverse])
+            recomputed = [i for i in running if plan.modes[i].make_tape is not None]
+            observer = self._watch.observer(recomputed, [i for i in recomputed if plan.modes[i].needs_inverse])
         segments = list(plan.segments(running))
 
         def run() -> Outputs:

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 import retrograde as rg
+from retrograde.engine.preserve import preserve
 from stacks import (
     MEMORIES,
     Means,
+    Plain,
     agree,
     all_close,
     loss_of,
@@ -203,3 +205,129 @@ def test_parametrizations_are_those_of_plain_autograd(memory: str, norm: str) ->
         return train(model) + train(model.eval(), 1) + train(model.train(), 1)
 
     agree(*twins(build, memory=memory), scenario)
+
+
+class Drop(nn.Module):
+    """A parametrization that draws: weight drop."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return nn.functional.dropout(weight, 0.5, self.training)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer whose weight is parametrized: it is computed anew whenever the layer's attribute is read."""
+
+    def __init__(self, how: str, kind: type[nn.RNNBase] = nn.GRU) -> None:
+        super().__init__()
+        self.over = kind(6, 6, batch_first=True).double()
+        if how == "spectral norm":
+            parametrizations.spectral_norm(self.over, "weight_hh_l0")
+        else:
+            parametrize.register_parametrization(self.over, "weight_hh_l0", Drop())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.over(x[None])[0][0]
+
+
+@every_memory
+@pytest.mark.parametrize("how", ["spectral norm", "weight drop"])
+def test_a_recurrent_layer_with_a_parametrized_weight_computes_it_as_often_as_in_plain_autograd(
+    memory: str, how: str
+) -> None:
+    def scenario(model: Any) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        seen = []
+        for _ in range(4):
+            seen += train(model, 1)
+            optimizer.step()
+        return seen, list(model.parameters())
+
+    models = []
+    for mode in (memory, "plain"):  # built twice: such a layer cannot be copied
+        torch.manual_seed(0)
+        pairs = [(Recurrent(how), Recurrent(how)) for _ in range(3)]
+        blocks = [rg.two_stream(f, g) for f, g in pairs]
+        models.append(Plain(pairs) if mode == "plain" else rg.ReversibleSequence(blocks, memory=memory_of(memory, 3)))
+    agree(*models, scenario)
+
+
+class Viewed(nn.Module):
+    """Edits a buffer that is a view of another, or the other way round, and uses the one that it did not edit."""
+
+    def __init__(self, edits: str) -> None:
+        super().__init__()
+        self.linear, self.edits = nn.Linear(6, 6).double(), edits
+        self.register_buffer("whole", torch.ones(2, 6).double())
+        self.register_buffer("row", self.whole[1])
+        self.register_buffer("flat", self.whole.data.view(12))  # shares no version counter
+
+    def __deepcopy__(self, memo: Any) -> Viewed:
+        twin = Viewed(self.edits)  # copied by itself, a view would become a tensor of its own
+        twin.load_state_dict(self.state_dict())
+        return twin
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            edited = getattr(self, self.edits)
+            edited.mul_(0.5).add_(x.mean())
+        return torch.tanh(self.linear(x) * self.whole[1] + self.row + self.flat[:6])
+
+
+@every_memory
+@pytest.mark.parametrize("edits", ["whole", "row", "flat"])
+def test_buffers_that_are_views_of_each_other_stay_so_in_the_replay(memory: str, edits: str) -> None:
+    agree(*twins(lambda: Viewed(edits), memory=memory), train)
+
+
+class SparseMixer(nn.Module):
+    """Multiplies by a sparse buffer, which it edits in training."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6).double()
+        matrix = torch.eye(5).double() + torch.diag(torch.ones(4), 1).double()
+        self.register_buffer("matrix", getattr(matrix, f"to_sparse_{layout}")())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.matrix.layout == torch.sparse_coo:
+            self.matrix.mul_(0.9)
+        matrix = self.matrix.to_sparse_csr() if self.matrix.layout == torch.sparse_csc else self.matrix
+        return torch.tanh(matrix @ self.linear(x))
+
+
+@every_memory
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc"])
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_sparse_buffers_are_those_of_plain_autograd(memory: str, layout: str) -> None:
+    torch.manual_seed(0)
+    branches = [SparseMixer(layout) for _ in range(6)]
+    stack = rg.ReversibleSequence([rg.two_stream(*branches[i : i + 2]) for i in (0, 2, 4)], memory=memory_of(memory, 3))
+    others = [SparseMixer(layout) for _ in range(6)]
+    for other, branch in zip(others, branches, strict=True):
+        other.linear.load_state_dict(branch.linear.state_dict())
+    reference = Plain([(others[i], others[i + 1]) for i in (0, 2, 4)])
+    all_close(train(stack), train(reference))
+    pairs = list(zip(stack.buffers(), reference.buffers(), strict=True))
+    all_close([ours.to_dense() for ours, _ in pairs], [theirs.to_dense() for _, theirs in pairs])
+    with preserve(stack):  # as the doctor does
+        train(stack, 1)
+    all_close([ours.to_dense() for ours, _ in pairs], [theirs.to_dense() for _, theirs in pairs])
+
+
+@every_memory
+def test_lazy_modules_are_initialised_by_their_first_run_and_train(memory: str) -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.LazyLinear(6, bias=False, dtype=torch.float64), nn.LazyBatchNorm1d()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.norm.double()
+            return torch.tanh(self.norm(self.linear(x)))
+
+    seen = []
+    for mode in (memory, "store"):
+        torch.manual_seed(0)
+        stack = rg.ReversibleSequence([rg.two_stream(Lazy(), Lazy()) for _ in range(3)], memory=memory_of(mode, 3))
+        seen.append([*train(stack), *(p.grad for p in stack.parameters()), *stack.buffers()])
+    all_close(*seen)

@@ -127,19 +127,38 @@ def test_an_exact_stack_passes_at_a_tolerance_of_0() -> None:
         step(ordinary)
 
 
-def test_a_branch_that_is_not_the_same_twice_is_caught() -> None:
-    """What a guard is for: state that no replay knows of, here a number on a module."""
+RUNS: list[int] = []
 
-    class Changing(nn.Module):
-        factor = 1.0
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.factor += 0.5
-            return self.factor * x.tanh()
+class Changing(nn.Module):
+    """Scaled by how often it ran, which no replay knows of."""
 
-    stack = rg.ReversibleSequence([rg.two_stream(Changing(), Changing())] * 3, guard=rg.Guard(every=1, action="raise"))
-    with pytest.raises(rg.DriftError):
-        loss_of(stack(torch.randn(4, 16, requires_grad=True))).backward()
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        RUNS.append(1)
+        return (1 + 0.01 * len(RUNS)) * self.linear(x).tanh()
+
+
+@pytest.mark.parametrize("memory", ["reverse", "selective", "checkpoint"])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_branch_that_is_not_the_same_twice_is_caught_and_rounding_is_not_blamed(memory: str, depth: int) -> None:
+    torch.manual_seed(0)
+    pairs = [(mlp(), mlp()), (mlp(), Changing()), *[(mlp(), mlp()) for _ in range(depth)]]
+    guard = rg.Guard(every=1, action="raise")
+    stack = rg.ReversibleSequence([rg.two_stream(f, g) for f, g in pairs], memory=memory, guard=guard)
+    with pytest.raises(rg.DriftError, match=r"Changing in block 1 did not compute the same twice.* off by a relative"):
+        step(stack)
+
+
+def test_drift_of_a_deep_stack_is_not_taken_for_a_branch_that_differs() -> None:
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        stack = drifting(rg.Guard(every=1, tolerance=1e-6, action="raise"), depth=8).to(dtype)
+        with pytest.raises(rg.DriftError, match="input of block 0 was recomputed with a relative error"):
+            loss_of(stack(torch.randn(4, 16, dtype=dtype))).backward()
 
 
 def test_a_stream_of_zeros_is_measured_against_1() -> None:

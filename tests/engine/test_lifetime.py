@@ -36,7 +36,7 @@ class Traced(Noisy):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros(()).double())
-        self.fails = False
+        self.fails: list[bool] = []
 
     def forward(self, x: Tensor, shift: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         self.count += 1
@@ -97,12 +97,12 @@ def use_and_drop(stack: Any, use: str) -> None:
     elif use == "on itself":
         loss_of(stack(stack(x, shift=shift))).backward()
     elif use == "an error in the forward":
-        branches(stack)[3].fails = True
+        branches(stack)[3].fails.append(True)
         with pytest.raises(ValueError, match="on purpose"):
             stack(x, shift=shift)
     elif use == "an error in the replay":
         y = loss_of(stack(x, shift=shift))
-        branches(stack)[1].fails = True
+        branches(stack)[1].fails.append(True)
         with pytest.raises(ValueError, match="on purpose"):
             y.backward()
 

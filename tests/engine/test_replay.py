@@ -230,27 +230,27 @@ def test_is_replaying_is_true_in_replays_alone(memory: str) -> None:
 
 
 class Counting(nn.Module):
-    """Does something else each time it runs, with its number of runs in a plain attribute."""
+    """Does something else each time it runs, with its runs in a list, of which no replay knows."""
 
     def __init__(self, does: str) -> None:
         super().__init__()
-        self.linear, self.does, self.runs = nn.Linear(6, 6).double(), does, 0
+        self.linear, self.does, self.log = nn.Linear(6, 6).double(), does, []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.runs += 1
-        h = self.linear(x)
+        self.log.append(1)
+        runs, h = len(self.log), self.linear(x)
         if self.does == "more":
-            for _ in range(self.runs):
+            for _ in range(runs):
                 h = h.sin()
             h = (2 * h).cos()
         elif self.does == "fewer":
-            for _ in range(3 - self.runs):
+            for _ in range(3 - runs):
                 h = h.sin()
             h = h.cos()
         elif self.does == "another shape":
-            h = torch.cat([h] * self.runs).exp()[: len(x)]
+            h = torch.cat([h] * runs).exp()[: len(x)]
         else:
-            h = (h.float() if self.runs > 1 else h).exp().double()
+            h = (h.float() if runs > 1 else h).exp().double()
         return h
 
 

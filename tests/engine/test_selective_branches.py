@@ -32,6 +32,44 @@ def test_an_activation_in_place_may_follow_a_product_that_is_saved() -> None:
     all_close(gradients(stack, "selective", sample(4, 6)), gradients(stack, "store", sample(4, 6)))
 
 
+class ScaledProduct(nn.Module):
+    """Edits the result of a product in place: of a 3-d input without a bias, it is a view that torch does not track."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 6, bias=False), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(x).mul_(2)))
+
+
+class ScaledScores(nn.Module):
+    """Edits the scores of attention in place, a batched product of 4-d tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(6, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.project(x).unflatten(-1, (2, 2, 3)).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.mT).div_(2)
+        return (scores.softmax(-1) @ k).transpose(1, 2).flatten(-2)
+
+
+class SplitProduct(ScaledProduct):
+    """Edits one part of a product, cut by an operator whose parts raise no version of the whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = torch.unsafe_split(self.inner(x), 3, -1)
+        return self.outer(torch.cat([one.mul_(2), other.sin()], -1))
+
+
+@pytest.mark.parametrize("branch", [ScaledProduct, ScaledScores, SplitProduct])
+def test_a_saved_product_that_is_edited_through_a_view_is_computed_again(branch: Any) -> None:
+    stack = stacked(branch, save_ops="products")
+    all_close(gradients(stack, "selective", sample(2, 3, 6)), gradients(stack, "store", sample(2, 3, 6)))
+
+
 @pytest.mark.parametrize("retain", [False, True])
 def test_a_first_run_that_looks_for_what_to_keep_is_replayed_with_the_same_kernels(retain: bool) -> None:
     class Mixing(nn.Module):
@@ -52,7 +90,7 @@ def test_a_first_run_that_looks_for_what_to_keep_is_replayed_with_the_same_kerne
         all_close([x.grad], gradients(stack, "store", sample(2, 5, 6))[1:2])
 
 
-def test_a_table_that_the_first_run_fills_is_no_result_of_the_replay() -> None:
+def test_a_table_that_the_first_run_fills_is_filled_by_its_replay_too() -> None:
     class Tabled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -63,8 +101,8 @@ def test_a_table_that_the_first_run_fills_is_no_result_of_the_replay() -> None:
                 self.table = torch.ones(4, 3).double() @ torch.ones(3, 6).double()
             return torch.tanh(self.inner(x) + self.table)
 
-    with pytest.raises(RuntimeError, match="ran fewer of the operators"):
-        gradients(stacked(Tabled, save_ops="products"), "selective", sample(4, 6))
+    stack = stacked(Tabled, save_ops="products")
+    all_close(gradients(stack, "selective", sample(4, 6)), gradients(stack, "store", sample(4, 6)))
 
 
 def test_results_that_drew_random_numbers_are_not_saved() -> None:

@@ -16,7 +16,7 @@ from retrograde.engine.drift import relative_error
 from retrograde.engine.observer import BranchRun
 from retrograde.engine.preserve import StateSnapshot, reached
 from retrograde.measure.batches import detached_leaf, tensors_in
-from retrograde.network.branch import reachable
+from retrograde.network.reachable import reachable
 from retrograde.network.step import Step
 from retrograde.network.streams import versions
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from retrograde.network.branch import name_of
 from retrograde.network.streams import version, versions
@@ -32,12 +33,14 @@ from retrograde.network.streams import version, versions
 from . import rng
 from .branch_traits import BranchTraits
 from .call import CallEnvironment
+from .context import without_graph
 from .module_state import BATCH_STATISTICS, ModuleSnapshot, refresh_flat_weights
 from .saved_streams import edited_in_place
-from .torch_internals import outside_function_transforms
+from .torch_internals import cached_parametrizations, outside_function_transforms, parametrizations_cached
 
-Buffer = tuple[dict[str, Any], str, Any, int, bool]
-"""The dictionary and name of a buffer, its value, its version, and whether it may be edited without a new version."""
+Buffer = tuple[dict[str, Any], str, Any, int, bool, bool]
+"""The dictionary and name of a buffer, its value, its version, whether it may be edited without a new version, and
+whether it is a guest's (see `ModuleSnapshot`)."""
 
 _PATIENCE = 600.0
 
@@ -72,28 +75,31 @@ class BranchState:
         closed_over: what the branch reaches that no module has registered.
     """
 
-    __slots__ = ("_locked", "_old_values", "_own_generators", "branch", "buffers", "changed", "drawn", "introduced",
-                 "snapshot", "unregistered")  # fmt: skip
+    __slots__ = ("_locked", "_old_values", "_own_generators", "_parametrizations", "branch", "buffers", "changed",
+                 "drawn", "introduced", "snapshot", "unregistered")  # fmt: skip
 
     def __init__(self, branch: Any, snapshot: ModuleSnapshot, closed_over: Sequence[Any]) -> None:
         self.branch = branch
         self.snapshot = snapshot
-        unregistered = [*snapshot.unregistered(), *closed_over]
-        self._own_generators: Sequence[Any] = ()
+        self._own_generators: Sequence[Any] = snapshot.generators
         self.unregistered: Sequence[tuple[Tensor, int]] = ()
-        if unregistered:
-            self._own_generators = rng.generators_in(unregistered)
-            self.unregistered = [(v.detach(), version(v)) for v in unregistered if isinstance(v, Tensor)]  # no graph
+        if closed_over:
+            self._own_generators = [*snapshot.generators, *rng.generators_in(closed_over)]
+            self.unregistered = [(v.detach(), version(v)) for v in closed_over if isinstance(v, Tensor)]  # no graph
         self.buffers: Sequence[Buffer] = ()
         if snapshot.buffers:
-            self.buffers = [(s, n, s[n], version(s[n]), silent) for s, n, silent in snapshot.buffers]
+            self.buffers = [(s, n, s[n], version(s[n]), silent, guest) for s, n, silent, guest in snapshot.buffers]
         self.changed: Sequence[tuple[dict[str, Any], str, Tensor | None]] = ()
         self.introduced: Sequence[Tensor | None] = ()
         self.drawn: Sequence[tuple[Any, Any, Any]] = ()
+        self._parametrizations: dict[Any, Tensor | None] | None = None
         self._locked = False
 
     def begin(self, environment: CallEnvironment, traits: BranchTraits) -> None:
         """Note what the first run may draw from, and copy the buffers that it may change."""
+        if environment.caches_parametrizations:
+            computed = cached_parametrizations() or {}
+            self._parametrizations = {key: v if v is None else without_graph(v) for key, v in computed.items()}
         if traits.draws or traits.edits:
             DRAW_LOCK.__enter__()
             self._locked = True
@@ -101,14 +107,13 @@ class BranchState:
             if now != environment.states:  # if not, this step and the last one share the states that they keep
                 environment.states = now
             if self.buffers:  # as they are now that no other thread is inside such a branch
-                self.buffers = [(s, n, s[n], version(s[n]), silent) for s, n, _, _, silent in self.buffers]
+                self.buffers = [(s, n, s[n], version(s[n]), *flags) for s, n, _, _, *flags in self.buffers]
         if self.buffers:
             unchanging = traits.unchanging
-            copies: dict[int, Tensor | None] = {}  # a buffer that two modules share is copied once
-            self._old_values = [
-                value if (id(s), n) in unchanging and not silent else _copied(value, copies)
-                for s, n, value, _, silent in self.buffers
-            ]
+            stay = [(id(s), n) in unchanging and (guest or not silent) for s, n, _, _, silent, guest in self.buffers]
+            values = [value for _, _, value, *_ in self.buffers]
+            copies = iter(_copies([value for value, stays in zip(values, stay, strict=True) if not stays]))
+            self._old_values = [v if stays else next(copies) for v, stays in zip(values, stay, strict=True)]
         if traits.draws_globally or self._own_generators:
             watched = list(self._own_generators)
             if traits.draws_globally:
@@ -140,9 +145,9 @@ class BranchState:
         can_replay = self._sort_buffers(traits) if self.buffers else True
         if versions(self.snapshot.tracked) != weights:  # a parameter that the branch itself initialises
             can_replay = False
-        if self.snapshot.has_new_buffers():
+        if self.snapshot.is_lazy or self.snapshot.has_new_buffers():
             can_replay = False
-        traits.edits = bool(self.changed)
+        traits.edits = bool(self.changed) or not self.snapshot.is_current()
         self.leave()
         return can_replay
 
@@ -154,39 +159,49 @@ class BranchState:
 
     def _sort_buffers(self, traits: BranchTraits) -> bool:
         """Sort the buffers into unchanged and changed ones. False if one was changed of which there is no copy."""
+        pairs = list(zip(self.buffers, self._old_values, strict=True))
+        edited = [
+            version(value) != before or (old is not value and _differ(name, silent, old, value))
+            for (_, name, value, before, silent, _), old in pairs
+        ]
+        if any(edited):  # an edit of one is an edit of all that lie in the same storage
+            storages = {_storage(pair[0][2]) for pair, is_edited in zip(pairs, edited, strict=True) if is_edited}
+            edited = [e or _storage(pair[0][2]) in storages - {None} for pair, e in zip(pairs, edited, strict=True)]
         can_replay = True
         same, changed = [], []
-        for (slots, name, value, before, silent), old in zip(self.buffers, self._old_values, strict=True):
-            key = (id(slots), name)
-            edited = version(value) != before or (old is not value and _differ(name, silent, old, value))
-            if slots.get(name) is value and not edited:
-                same.append((slots, name, value, before, silent))
-                traits.unchanging.add(key)
+        for (buffer, old), is_edited in zip(pairs, edited, strict=True):
+            slots, name, value, _, _, is_guest = buffer
+            if slots.get(name) is value and not is_edited:
+                if not is_guest:
+                    same.append(buffer)
+                traits.unchanging.add((id(slots), name))
                 continue
-            can_replay = can_replay and (old is not value or not edited)
+            can_replay = can_replay and (old is not value or not is_edited)
             changed.append((slots, name, old))
-            traits.unchanging.discard(key)
+            traits.unchanging.discard((id(slots), name))
         self.buffers, self.changed = same, changed
         self._old_values = []
         return can_replay
 
     def has_left_nothing(self) -> bool:
         """Whether the first run left nothing to restore, so that other calls may share this."""
-        return not (self.drawn or self.changed or self.buffers or self.unregistered or self._own_generators)
+        if self.drawn or self.changed or self.buffers or self.unregistered or self._own_generators:
+            return False
+        return self._parametrizations is None and self.snapshot.is_current()
 
     def needs_restoring(self, weights: list[int]) -> bool:
         """Whether a replay needs `restored`. Raises if a tensor that the branch reads was edited in place."""
         if versions(self.snapshot.tracked) != weights:
-            raise edited_in_place(f"a parameter of {name_of(self.branch)}")
-        for _, name, value, before, _ in self.buffers:
+            raise edited_in_place(f"a parameter of {name_of(self.branch)}, or a tensor that it has or reads elsewhere,")
+        for _, name, value, before, *_ in self.buffers:
             if version(value) != before:
                 raise edited_in_place(f"the buffer {name!r} of {name_of(self.branch)}")
         for tensor, before in self.unregistered:
             if version(tensor) != before:
                 raise edited_in_place(f"a tensor that {name_of(self.branch)} closes over")
-        if self.drawn or self.changed or not self.snapshot.is_current():
+        if self.drawn or self.changed or self._parametrizations is not None or not self.snapshot.is_current():
             return True
-        return any(s.get(n) is not value for s, n, value, _, _ in self.buffers)
+        return any(s.get(n) is not value for s, n, value, *_ in self.buffers)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -198,6 +213,8 @@ class BranchState:
                     undo.callback(setattr, module, "training", module.training)
                     module.training = training
             self._rebind(undo)
+            if self._parametrizations is not None:
+                undo.enter_context(parametrizations_cached(self._parametrizations))
             if self.drawn:
                 undo.enter_context(outside_function_transforms())
             for generator, before, _ in self.drawn:
@@ -206,20 +223,17 @@ class BranchState:
             yield
 
     def _rebind(self, undo: ExitStack) -> None:
-        """Put the parameters and buffers of the first run into their places."""
+        """Put the parameters, buffers and attributes of the first run into their places."""
         snapshot = self.snapshot
-        places: list[tuple[dict[str, Any], str, Any]] = [
-            (s, n, thing) for (s, n), thing in zip(snapshot.places, snapshot.contents, strict=True)
-            if not _sharded_since(s.get(n), thing)
-        ]  # fmt: skip
-        places += [(s, n, value) for s, n, value, _, _ in self.buffers]
-        copies: dict[int, Tensor | None] = {}
-        self.introduced = [_copied(old, copies) for _, _, old in self.changed]
+        places = [place for place in snapshot.places if not _sharded_since(_at(*place[:2]), place[2])]
+        places += [(s, n, value) for s, n, value, *_ in self.buffers]
+        self.introduced = _copies([old for _, _, old in self.changed])
         places += [(s, n, new) for (s, n, _), new in zip(self.changed, self.introduced, strict=True)]
+        places += [(slots, name, _NOTHING) for slots, name, _ in snapshot.new_attributes()]
         for slots, name, thing in places:
-            if slots.get(name) is not thing:
-                undo.callback(_put_back, slots, name, slots.get(name, _NOTHING))
-                slots[name] = thing
+            if (now := _at(slots, name)) is not thing:
+                undo.callback(_put_back, slots, name, now)
+                _put_back(slots, name, thing)
         undo.callback(refresh_flat_weights, snapshot.modules)
         refresh_flat_weights(snapshot.modules)
         for tensor, requires in zip(snapshot.tensors, snapshot.requires, strict=True):
@@ -241,18 +255,50 @@ class BranchState:
 _NOTHING = object()
 
 
-def _put_back(slots: dict[str, Any], name: str, thing: Any) -> None:
+def _at(slots: Any, name: Any) -> Any:
+    """What is in a place now."""
+    try:
+        return slots[name]
+    except LookupError:
+        return _NOTHING
+
+
+def _put_back(slots: Any, name: Any, thing: Any) -> None:
     """Put into a place what was there; nothing, if it was not there."""
-    if thing is _NOTHING:
+    if thing is not _NOTHING:
+        if isinstance(slots, dict) or name < len(slots):
+            slots[name] = thing
+    elif name in slots:
         del slots[name]
-    else:
-        slots[name] = thing
 
 
-def _copied(value: Tensor | None, copies: dict[int, Tensor | None]) -> Tensor | None:
-    if id(value) not in copies:
-        copies[id(value)] = None if value is None else value.clone()
-    return copies[id(value)]
+def _copies(values: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Copies of tensors: one of a tensor that is there twice, and views of one copy for views of one storage."""
+    storages = [_storage(value) for value in {id(v): v for v in values}.values()]
+    shared = {storage for storage in storages if storage is not None and storages.count(storage) > 1}
+    copied: dict[int, Any] = {}
+    by_storage: dict[int | None, Any] = {}
+    for value in values:
+        if id(value) in copied:
+            continue
+        storage = _storage(value)
+        if value is None or is_lazy(value):
+            copied[id(value)] = value
+        elif storage not in shared:
+            copied[id(value)] = value.clone()
+        else:
+            if storage not in by_storage:
+                by_storage[storage] = value.untyped_storage().clone()
+            whole = torch.empty(0, dtype=value.dtype, device=value.device)
+            copied[id(value)] = whole.set_(by_storage[storage], value.storage_offset(), value.shape, value.stride())
+    return [copied[id(value)] for value in values]
+
+
+def _storage(value: Tensor | None) -> int | None:
+    """Where a tensor's numbers are; None for those without a storage of their own to look at."""
+    if value is None or is_lazy(value) or value.layout is not torch.strided or type(value) is not Tensor:
+        return None
+    return value.untyped_storage().data_ptr() or None
 
 
 def _differ(name: str, silent: bool, old: Tensor | None, new: Tensor | None) -> bool:
@@ -260,6 +306,8 @@ def _differ(name: str, silent: bool, old: Tensor | None, new: Tensor | None) -> 
         return old is not new
     if silent and name in BATCH_STATISTICS:
         return True  # so they do in training; to look would make an accelerator wait
+    if is_lazy(old) or is_lazy(new) or new.layout is not torch.strided:
+        return False  # their versions tell
     return old.shape != new.shape or not torch.equal(old, new)
 
 

@@ -13,15 +13,15 @@ from retrograde.network.step import StreamName
 from retrograde.network.streams import Streams
 
 from . import rng
+from .context import RecordedContext
 from .decisions import Decisions, open_decisions
 from .exactness import Ranges
 from .observer import Observer
-from .saved_streams import SavedStreams
 from .torch_internals import (
+    cached_parametrizations,
     float32_precision,
     inside_function_transform,
-    tree_flatten,
-    tree_unflatten,
+    parametrizations_cached,
 )
 
 
@@ -31,14 +31,15 @@ class CallEnvironment:
     `states` are those of torch's generators when they were last read; the first is that of the CPU's.
     """
 
-    __slots__ = ("_autocast", "_cache", "_global_seen", "_precision", "drew_globally", "generators",
-                 "global_generators", "states")  # fmt: skip
+    __slots__ = ("_autocast", "_cache", "_global_seen", "_precision", "caches_parametrizations", "drew_globally",
+                 "generators", "global_generators", "states")  # fmt: skip
 
     def __init__(self, devices: Sequence[torch.device], context: Iterable[Any]) -> None:
         kinds = dict.fromkeys(["cpu", *(d.type for d in devices if d.type != "meta")])
         self._autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
         self._cache = torch.is_autocast_cache_enabled()
         self._precision = torch.get_float32_matmul_precision()
+        self.caches_parametrizations = cached_parametrizations() is not None
         self.generators = rng.torch_generators(devices) + rng.generators_in(context)
         self.states = self.read()
         self.global_generators = rng.global_generators()
@@ -63,6 +64,8 @@ class CallEnvironment:
         """Whether autocast and the precision of products are those of the call, and no function transform is active."""
         if float32_precision() != self._precision or inside_function_transform():
             return False
+        if (cached_parametrizations() is not None) != self.caches_parametrizations:
+            return False
         for kind, enabled, dtype in self._autocast:
             if torch.is_autocast_enabled(kind) != enabled:
                 return False
@@ -71,10 +74,15 @@ class CallEnvironment:
         return True
 
     def restored(self) -> ExitStack:
-        """A context with autocast and the precision of products as they were when the call began."""
+        """A context with autocast and the precision of products as they were when the call began.
+
+        What `parametrize.cached()` had computed differs from branch to branch: `BranchState` restores it.
+        """
         stack = ExitStack()
         stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         torch.set_float32_matmul_precision(self._precision)
+        if not self.caches_parametrizations:
+            stack.enter_context(parametrizations_cached(None))
         for kind, enabled, dtype in self._autocast:
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache))
         return stack
@@ -87,8 +95,7 @@ class Call:
     settings are those of the call, and the context.
     """
 
-    __slots__ = ("_leaves", "_saved", "_spec", "_tensors", "backward_pass", "environment", "names", "observer",
-                 "open_decisions", "ranges")  # fmt: skip
+    __slots__ = ("_context", "backward_pass", "environment", "names", "observer", "open_decisions", "ranges")
 
     def __init__(
         self,
@@ -103,35 +110,26 @@ class Call:
         self.observer = observer
         self.open_decisions: list[Decisions] = open_decisions()
         self.backward_pass: tuple[int, bool, Mapping[str, Any]] = (-1, False, {})
-        self._spec: Any = None
-        leaves: list[Any] = []
-        if context:
-            leaves, self._spec = tree_flatten(dict(context))
-        tensors = {i: value for i, value in enumerate(leaves) if isinstance(value, Tensor)}
-        distinct = tuple({id(t): t for t in tensors.values()}.values())  # one with two names is one in a replay too
-        numbers = {id(t): number for number, t in enumerate(distinct)}
-        self._tensors = [(i, numbers[id(t)]) for i, t in tensors.items()]
-        self._leaves = [None if isinstance(value, Tensor) else value for value in leaves]
-        self._saved = SavedStreams(tuple(leaf(t, t.requires_grad) for t in distinct)) if distinct else None
-        devices = dict.fromkeys(t.device for t in (*streams, *distinct))
-        self.environment = CallEnvironment(list(devices), self._leaves)
+        self._context = RecordedContext(context) if context else None
+        devices = [s.device for s in streams]
+        values: list[Any] = []
+        if self._context is not None:
+            devices, values = devices + self._context.devices, self._context.leaves
+        self.environment = CallEnvironment(list(dict.fromkeys(devices)), values)
 
     def begin_pass(self, number: int) -> tuple[int, bool, Mapping[str, Any]]:
         """Prepare for the replays of a backward pass: compare the settings around it, and rebuild the context."""
-        self.backward_pass = number, self.environment.is_current(), self._rebuilt_context()
+        context = {} if self._context is None else self._context.rebuilt()
+        self.backward_pass = number, self.environment.is_current(), context
         return self.backward_pass
 
-    def _rebuilt_context(self) -> Mapping[str, Any]:
-        """The context as the first run had it, without its producer's graph."""
-        if self._spec is None:
-            return {}
-        leaves = list(self._leaves)
-        if self._saved is not None:
-            tensors = self._saved.tensors()
-            for i, number in self._tensors:
-                leaves[i] = tensors[number]
-        context: Mapping[str, Any] = tree_unflatten(leaves, self._spec)
-        return context
+    def context_now(self, context: Mapping[str, Any]) -> RecordedContext | None:
+        """The context as a step gets it; None if nothing in it can change, so that all steps get the same."""
+        if self._context is None or not self._context.can_change:
+            return None
+        if not self._context.is_current(context):
+            self._context = RecordedContext(context, is_inside_tape=True)
+        return self._context
 
 
 def leaf(tensor: Tensor, requires_grad: bool) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .saved_streams import edited_in_place
@@ -86,4 +87,6 @@ def replay_mismatch(record: StepRecord, difference: str) -> RuntimeError:
 
 
 def _share_storage(a: Tensor, b: Tensor) -> bool:
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        return a is b
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

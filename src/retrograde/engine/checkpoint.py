@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from retrograde.network.streams import Streams
 
+from . import rng
 from .call import Call
 from .capture import Capture
 from .saved_streams import KeepsStreams, SavedStreams
+from .step_record import StepRecord
 from .tape import Tape
 
 
@@ -35,8 +38,29 @@ class CheckpointTape(Tape):
         for i, record in enumerate(self.records[: last + 1]):
             traits = record.cached.traits
             first, saves = self.first_handles[i], len(record.versions)
-            stop_at = saves if i == last and traits.repeats else -1  # not before it was seen to repeat to its end
-            captures.append(Capture(i, first, first + saves, record, stop_at))
+            may_stop = i == last and traits.may_stop and self.call.observer is None
+            saved = _Saved(record) if i == last and not may_stop else []
+            captures.append(Capture(i, first, first + saves, record, saves if may_stop else -1, tensors=saved))
             streams = self.redo(record, streams, captures[-1])
-            traits.repeats = True
+            if isinstance(saved, _Saved):  # seen to repeat to its end
+                traits.may_stop = saved.had_drawn
         return captures
+
+
+class _Saved(list[Any]):
+    """What the last step saves; and whether, when it saved the last tensor, it had drawn all its random numbers.
+
+    An operator may fill a tensor with random numbers after it was saved (RReLU does): a replay that stopped
+    there would leave it empty.
+    """
+
+    def __init__(self, record: StepRecord) -> None:
+        super().__init__()
+        self._saves = len(record.versions)
+        self._drawn = record.state.drawn
+        self.had_drawn = False
+
+    def append(self, tensor: Any) -> None:
+        super().append(tensor)
+        if len(self) == self._saves:
+            self.had_drawn = all(rng.read(generator) == after for generator, _, after in self._drawn)

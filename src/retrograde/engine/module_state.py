@@ -2,127 +2,209 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from operator import attrgetter, getitem, is_
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from retrograde.network.reachable import Place, is_foreign, items_of, read_by_functions, read_by_module
 
 from . import rng
-
-Place = tuple[dict[str, Any], str]
-"""The dictionary that a module looks something up in, and the name there. `functional_call`, FSDP and users write
-into it."""
 
 BATCH_STATISTICS = ("running_mean", "running_var")
 _KINDS = ("training", "_modules", "_parameters", "_buffers")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+"""Types of attributes that are compared and restored: they refer to nothing else. (A list may hold a graph, which would
+hold the tape that holds this.)"""
 _requires_grad = attrgetter("requires_grad")
-_PLAIN_TYPES: set[type] = set()  # of attributes that are neither generators nor tensors, nor may contain them
 
 
 class ModuleSnapshot:
-    """Every module below some roots, with the places of its submodules, parameters and buffers.
+    """Every module below some roots, with the places of its submodules, parameters, buffers and attributes.
 
     It is asked for in each run of a step, and taken anew only if `is_current` finds that something has changed.
+
+    Args:
+        roots: the branch, if it is a module, or the modules that it closes over; and the coupling.
+        functions: the branch's functions, if it is none.
+
+    Attributes:
+        places: where parameters, submodules and attributes are, which `functional_call`, FSDP and users exchange.
+        buffers: where buffers are; with the flags "may be edited without a new version" and "is a guest's".
+        generators: those in attributes, and those that the code of the modules names or closes over.
+        tracked: parameters and plain tensors of which an edit in place is noticed by their versions.
+        scripted: the type of a TorchScript module or function among them, if there is one.
+
+    Guests are modules that are not registered: in lists and dictionaries, in globals that a forward names. The branch
+    may run them, or just have them (all layers of a model in one list). So they are only watched for what
+    a run of the branch itself changes in their buffers.
     """
 
-    __slots__ = ("_attributes", "_dicts", "_flagged", "_names", "_own_names", "_own_sizes", "_own_slots", "_sizes",
-                 "_slots", "_things", "buffers", "contents",
-                 "modules", "places", "requires", "tensors", "tracked", "training")  # fmt: skip
+    __slots__ = ("_dicts", "_flagged", "_names", "_own", "_sizes", "_slots", "_things", "buffers", "generators",
+                 "has_tensors", "is_lazy", "modules", "places", "requires", "scripted", "tensors", "tracked",
+                 "training")  # fmt: skip
 
-    def __init__(self, roots: list[nn.Module]) -> None:
+    def __init__(self, roots: list[nn.Module], functions: Sequence[Any] = ()) -> None:
         modules = self.modules = roots
-        places: list[Place] = []
-        contents: list[Any] = []
-        tensors: list[Tensor] = []
-        buffers: list[tuple[dict[str, Any], str, bool]] = []  # the flag: may be edited without a new version
+        self.places: list[Place] = []
+        self.tensors: list[Tensor] = []
+        self.buffers: list[tuple[dict[str, Any], str, bool, bool]] = []
+        self.generators: list[Any] = []
+        self.scripted = next((type(f).__name__ for f in functions if isinstance(f, torch.jit.ScriptFunction)), None)
         training: list[bool] = []
-        compared: list[tuple[dict[str, Any], str, Any]] = []  # the places, and those of the dictionaries and flags
+        compared: list[Place] = []  # the places, and those of the dictionaries and flags
+        others: list[Place] = []  # in attributes and globals
+        own: list[nn.Module] = []  # whose attributes torch knows nothing of
         for module in modules:  # the list grows as it is walked
+            if _is_scripted(module):
+                self.scripted = type(module).__name__
+                training.append(module.training)
+                continue
             parts = module.__dict__
             training.append(module.training)
             compared.extend([(parts, kind, parts[kind]) for kind in _KINDS if kind in parts])
             for kind in ("_modules", "_parameters"):
                 slots = parts[kind]
                 for name, thing in slots.items():
-                    compared.append((slots, name, thing))
-                    places.append((slots, name))
-                    contents.append(thing)
+                    self.places.append((slots, name, thing))
                     if thing is not None:
-                        (modules if kind == "_modules" else tensors).append(thing)
-            slots = parts["_buffers"]
-            buffers.extend([(slots, n, module.training and _may_hide_edits(n, slots[n])) for n in slots])
-        self.places = places
-        self.contents = contents
-        self.tensors = tensors
-        self.tracked = [t for t in tensors if not t.is_inference()]  # those that have versions
-        self.buffers = buffers
+                        (modules if kind == "_modules" else self.tensors).append(thing)
+            self.buffers += _buffers_of(module, is_guest=False)
+            if not type(module).__module__.startswith("torch."):
+                own.append(module)
+                others += read_by_module(module)
+        compared += self.places
+        plain_tensors = self._note_attributes(own, compared)
+        others += read_by_functions(functions)
+        others += chain.from_iterable(map(_in_containers, own))
+        plain_tensors += self._note_others(others, compared)
+        self.is_lazy = any(map(is_lazy, self.tensors))
+        self.has_tensors = bool(plain_tensors)
+        self.tracked = [t for t in (*self.tensors, *plain_tensors) if not is_lazy(t) and not t.is_inference()]
         self.training = training
-        self.requires = list(map(_requires_grad, tensors))
+        self.requires = list(map(_requires_grad, self.tensors))
         self._flagged = [m for m in modules if "training" not in m.__dict__]  # a property of what torch.compile makes
-        self._attributes = [vars(m) for m in modules if not type(m).__module__.startswith("torch.nn.")]
-        own = [(values, name) for values in self._attributes for name in values if name not in _OF_EVERY_MODULE]
-        self._own_slots, self._own_names = [values for values, _ in own], [name for _, name in own]
-        self._own_sizes = list(map(len, self._attributes))
-        self._dicts = [thing for _, _, thing in compared if isinstance(thing, dict)]
+        self._dicts = [thing for _, _, thing in compared if isinstance(thing, dict)] + list(map(vars, own))
         self._sizes = list(map(len, self._dicts))
+        self._own = [(m, frozenset(vars(m))) for m in own if not is_foreign(type(m).__module__)]
         self._slots = [slots for slots, _, _ in compared]
         self._names = [name for _, name, _ in compared]
         self._things = [thing for _, _, thing in compared]
+
+    def _note_attributes(self, own: list[nn.Module], compared: list[Place]) -> list[Tensor]:
+        """Note the attributes that are values, tensors or generators. Returns the tensors."""
+        tensors: list[Tensor] = []
+        for module in own:
+            keeps_values = not is_foreign(type(module).__module__)
+            for name, value in _attributes_of(module):
+                if isinstance(value, Tensor):
+                    value = value if value.grad_fn is None else value.detach().requires_grad_()
+                    tensors.append(value)
+                elif rng.is_generator(value):
+                    self.generators.append(value)
+                elif not (keeps_values and isinstance(value, _VALUES)):
+                    continue
+                self.places.append((vars(module), name, value))
+                compared.append((vars(module), name, value))
+        return tensors
+
+    def _note_others(self, places: list[Place], compared: list[Place]) -> list[Tensor]:
+        """Note tensors, generators and modules in containers, globals and closures. Returns the tensors."""
+        tensors: list[Tensor] = []
+        seen = set(map(id, self.modules))
+        for place in places:  # the list grows as it is walked
+            slots, _, value = place
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, Tensor) and value.grad_fn is None:
+                tensors.append(value)
+                self.places += [place] if isinstance(slots, (dict, list)) else []
+            elif rng.is_generator(value):
+                self.generators.append(value)
+            elif isinstance(value, nn.Module):
+                if not _is_scripted(value):
+                    self.buffers += _buffers_of(value, is_guest=True)
+                    compared += [(vars(value), "training", value.training)] if "training" in vars(value) else []
+                    places += [(None, None, child) for child in value.children()]
+            else:
+                places += items_of(value)
+                continue
+            compared += [place] if slots is not None else []
+        return tensors
 
     def is_current(self) -> bool:
         """Whether a snapshot taken now would be the same. It is asked twice per step: no Python runs per place."""
         try:
             same = all(map(is_, map(getitem, self._slots, self._names), self._things))
-        except KeyError:
+        except (KeyError, IndexError):
             return False
         return (
-            same
+            (same or self._has_equal_values())
             and list(map(len, self._dicts)) == self._sizes
             and list(map(_requires_grad, self.tensors)) == self.requires
             and (not self._flagged or [m.training for m in self.modules] == self.training)
         )
 
+    def _has_equal_values(self) -> bool:
+        """Whether what is in the places is not the same, but numbers and strings that are equal."""
+        for now, then in zip(map(getitem, self._slots, self._names), self._things, strict=True):
+            if now is not then and not (type(now) is type(then) and isinstance(now, _VALUES) and now == then):
+                return False
+        return True
+
+    def new_attributes(self) -> list[Place]:
+        """Values that hide an attribute of the class since (`self.count += 1` with `count = 0` in the class)."""
+        return [
+            (vars(module), name, value)
+            for module, names in self._own
+            for name, value in vars(module).items()
+            if name not in names and isinstance(value, (*_VALUES, Tensor)) and hasattr(type(module), name)
+        ]
+
     def has_new_buffers(self) -> bool:
         """Whether a module has other buffers than it had, such as one that a forward registers."""
-        return sum(len(m._buffers) for m in self.modules) != len(self.buffers)
-
-    def unregistered(self) -> list[Any]:
-        """Generators and plain tensors among the attributes of the modules, or in lists there."""
-        return generators_and_tensors(self._attributes)
-
-    def is_steady(self) -> bool:
-        """Whether it is current, and no attribute is a generator or a plain tensor, which would have to be recorded."""
-        if not self.is_current():
-            return False
-        if list(map(len, self._attributes)) == self._own_sizes:
-            try:
-                if _PLAIN_TYPES.issuperset(map(type, map(getitem, self._own_slots, self._own_names))):
-                    return True
-            except KeyError:
-                pass
-        return not self.unregistered()
+        have = sum(len(m._buffers) for m in self.modules if not _is_scripted(m))
+        return have != sum(not is_guest for _, _, _, is_guest in self.buffers)
 
 
-def generators_and_tensors(attributes: Iterable[dict[str, Any]]) -> list[Any]:
-    """Generators and plain tensors among the attributes of modules, or in lists there."""
-    recorded: list[Any] = []
-    for values in attributes:
-        if not _PLAIN_TYPES.issuperset(map(type, values.values())):
-            for value in values.values():
-                several = value if isinstance(value, (list, tuple)) else (value,)
-                recorded.extend(v for v in several if isinstance(v, Tensor) or rng.is_generator(v))
-                if not isinstance(value, (list, tuple, Tensor)) and not rng.is_generator(value):
-                    _PLAIN_TYPES.add(type(value))
-    return recorded
+def generators_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """The generators that modules have as attributes, or name in their code."""
+    return ModuleSnapshot(list(modules)).generators
 
 
 def refresh_flat_weights(modules: Iterable[nn.Module]) -> None:
-    """Have recurrent modules read the weights in their places: they hold a list of them besides."""
+    """Have recurrent modules read the weights in their places: they hold a list of them besides.
+
+    A parametrized weight stays as it is in the list: to read it would compute it, and each forward does so anyway.
+    """
     for module in modules:
         if isinstance(module, nn.RNNBase):
-            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+            named = zip(module._flat_weights_names, module._flat_weights, strict=True)
+            module._flat_weights = [module._parameters.get(name, weight) for name, weight in named]
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def _buffers_of(module: nn.Module, *, is_guest: bool) -> list[tuple[dict[str, Any], str, bool, bool]]:
+    slots: dict[str, Any] = module._buffers
+    return [(slots, name, module.training and _may_hide_edits(name, slots[name]), is_guest) for name in slots]
+
+
+def _attributes_of(module: nn.Module) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
+
+
+def _in_containers(module: nn.Module) -> list[Place]:
+    """What is in the containers among a module's attributes."""
+    return [item for _, container in _attributes_of(module) for item in items_of(container)]
 
 
 def _may_hide_edits(name: str, buffer: Tensor | None) -> bool:
@@ -131,6 +213,6 @@ def _may_hide_edits(name: str, buffer: Tensor | None) -> bool:
     Statistics are small, whatever their names. A large buffer is not worth a copy in every call, nor one on
     an accelerator, which would have to wait for the comparison.
     """
-    if buffer is None or not buffer.is_floating_point():
+    if buffer is None or is_lazy(buffer) or buffer.layout is not torch.strided or not buffer.is_floating_point():
         return False
     return name in BATCH_STATISTICS or (buffer.device.type == "cpu" and buffer.numel() <= 4096)

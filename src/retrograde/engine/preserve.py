@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrograde.network.branch import reachable
+from retrograde.network.reachable import reachable
 
 from . import rng
-from .module_state import generators_and_tensors
+from .module_state import generators_of
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, dict, set)
@@ -130,7 +130,7 @@ def reached(parts: Iterable[nn.Module], devices: Iterable[torch.device]) -> tupl
                 closed_over.append(value)
                 if isinstance(value, nn.Module):
                     modules |= dict.fromkeys(value.modules())
-    own = rng.generators_in([*generators_and_tensors(map(vars, modules)), *closed_over])
+    own = [*generators_of(modules), *rng.generators_in(closed_over)]
     every = [*rng.torch_generators(list(dict.fromkeys(devices))), *rng.global_generators(), *own]
     return list(modules), list({id(generator): generator for generator in every}.values())
 
@@ -146,7 +146,7 @@ def _put_back(thing: Any, value: Any) -> None:
     if isinstance(thing, Tensor):
         if not _same(thing, value):
             with torch.no_grad():
-                thing.detach().copy_(value)
+                (thing.detach() if thing.layout is torch.strided else thing).copy_(value)
     elif isinstance(thing, list):
         thing[:] = value
     elif isinstance(thing, (dict, set)):
@@ -159,6 +159,8 @@ def _same(now: Any, then: Any) -> bool:
     if isinstance(now, Tensor) and isinstance(then, Tensor):
         if now.shape != then.shape or now.dtype != then.dtype:
             return False
+        if now.layout is not torch.strided:
+            return _same(_parts(now), _parts(then))
         if now.is_floating_point():
             return bool(torch.equal(now.detach().nan_to_num(), then.nan_to_num()))
         return bool(torch.equal(now, then))
@@ -167,3 +169,13 @@ def _same(now: Any, then: Any) -> bool:
     if type(now) is dict and type(then) is dict:
         return now.keys() == then.keys() and all(_same(now[k], then[k]) for k in now)
     return now is then or (isinstance(now, (int, float, str, set)) and type(now) is type(then) and now == then)
+
+
+def _parts(tensor: Tensor) -> list[Any]:
+    """The dense tensors that a sparse one is made of."""
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.detach().coalesce()
+        return [tensor.indices(), tensor.values()]
+    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    places = [tensor.crow_indices, tensor.col_indices] if by_row else [tensor.ccol_indices, tensor.row_indices]
+    return [*(place() for place in places), tensor.detach().values()]

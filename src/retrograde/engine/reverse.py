@@ -63,6 +63,8 @@ class ReverseTape(Tape):
             self._state, self._position = self._anchor.tensors(), 0
         elif self._position < index and self._end is not None:
             self._state, self._position = self._end.tensors(), len(self.records)
+        elif self._position < index and self.hooks is not None:
+            self._state, self._position = self._latest(), len(self.records)
         if not keeps_graph():  # rule 4; should a later step be asked for all the same, the way up to it is below
             self._end = None
             self._anchor = self._anchor if index else None
@@ -78,6 +80,11 @@ class ReverseTape(Tape):
         else:
             self._undo(capture)
         return [capture]
+
+    def _latest(self) -> Streams:
+        """The streams after the last step that ran, for a backward pass in the middle of the call (in a hook)."""
+        streams, last = tuple(s.detach() for s in self.streams), self.records[-1]
+        return last.block.reorder(streams) if last.bound.ends_block else streams
 
     def _undo(self, capture: Capture | None) -> None:
         """Move the state from after a step to before it."""

@@ -152,6 +152,10 @@ def _tape_for(
     """The tape of a segment, if it has one. The last step of a call keeps its graph."""
     if call is None or segment.make_tape is None:
         return nullcontext()
+    if call.environment.caches_parametrizations:  # what was computed before it, each step has to note
+        for i in segment.blocks:
+            for step in blocks[i].each_step():
+                cache_of(step).replay = None
     return segment.make_tape(call, sum(len(blocks[i].steps) for i in segment.blocks) - is_last)
 
 

@@ -40,13 +40,13 @@ class SavedStreams:
 
     They must be detached from any graph: aliases with the same storage and version counter. Where hooks are around
     the call a node saves them, and its output is held too: in torch 2.6 a node frees what it saved when its output
-    goes.
+    goes. Inside of a tape the hooks are the tape's own, which are for activations alone.
     """
 
     __slots__ = ("_output", "_unpacked", "_versions")
 
-    def __init__(self, tensors: Streams) -> None:
-        if not saved_tensor_hooks_active():
+    def __init__(self, tensors: Streams, *, is_inside_tape: bool = False) -> None:
+        if is_inside_tape or not saved_tensor_hooks_active():
             self._unpacked: Streams | None = tensors
             self._versions = versions(tensors)
             return

@@ -21,8 +21,6 @@ from .step_record import StepRecord
 from .torch_internals import let_others_run, results_left_over, tree_flatten
 
 _SAVES = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-_UNSAFE = (torch.ops.aten.unsafe_split.Tensor, torch.ops.aten.unsafe_split_with_sizes.default)
-"""Their results are views of which nothing is known: an edit of one raises no version of the other."""
 
 
 class _SavedResults:
@@ -43,7 +41,7 @@ class _SavedResults:
 
     def end(self) -> Literal["saved", "nothing", "not this time"]:
         """After the first run: whether a replay can reuse results."""
-        saved, self._notes.saved = self._notes.saved, []
+        saved, self._notes.saved, self._notes.storages = self._notes.saved, [], set()
         if saved and not self._notes.is_unusable and all(tensor._version == seen for tensor, seen in saved):
             let_others_run(self.replay)
             return "saved"
@@ -55,20 +53,34 @@ class _Notes:
 
     def __init__(self) -> None:
         self.saved: list[tuple[Tensor, int]] = []
+        self.storages: set[int] = set()
         self.is_unusable = False
+
+    def add(self, tensors: list[Tensor]) -> None:
+        """Note tensors that a replay will reuse."""
+        self.saved += [(tensor, tensor._version) for tensor in tensors]
+        self.storages.update(filter(None, map(_storage, tensors)))
+
+    def add_aliases(self, tensors: list[Tensor]) -> None:
+        """Note those that lie in the storage of a saved one.
+
+        `_unsafe_view` (a product of a 3-d input without bias ends in it) and `unsafe_split` return views of which
+        nothing is known: an edit of one raises no version of the other.
+        """
+        self.saved += [(tensor, tensor._version) for tensor in tensors if _storage(tensor) in self.storages]
 
 
 def _noting(policy: Callable[..., Any], notes: _Notes) -> Callable[..., Any]:
     """The policy, with notes of what it saves."""
 
     def noting(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-        if operator in _UNSAFE and any(_same_storage(args[0], saved) for saved, _ in notes.saved):
-            notes.is_unusable = True
         answer = policy(context, operator, *args, **kwargs)
+        tensors = [value for value in tree_flatten(context.op_output)[0] if isinstance(value, Tensor)]
         if answer in _SAVES:
             notes.is_unusable = notes.is_unusable or _draws(operator, args, kwargs)
-            tensors = [value for value in tree_flatten(context.op_output)[0] if isinstance(value, Tensor)]
-            notes.saved += [(tensor, tensor._version) for tensor in tensors]
+            notes.add(tensors)
+        elif notes.storages:
+            notes.add_aliases(tensors)
         return answer
 
     return noting
@@ -129,5 +141,6 @@ def _draws(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return "attention" not in str(operator) or any(isinstance(value, float) and value > 0 for value in given)
 
 
-def _same_storage(a: Any, b: Tensor) -> bool:
-    return isinstance(a, Tensor) and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+def _storage(tensor: Tensor) -> int | None:
+    """Where a tensor's numbers are; None for those that have no storage, or one without an address."""
+    return tensor.untyped_storage().data_ptr() or None if tensor.layout is torch.strided else None

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from retrograde.network.block import BoundStep
-from retrograde.network.branch import reachable
-from retrograde.network.step import Step
+from retrograde.network.reachable import reachable
+from retrograde.network.step import Step, StepError
 from retrograde.network.streams import Streams
 
 from .branch_state import BranchState
@@ -61,6 +61,12 @@ class StepCache:
     def look(self, bound: BoundStep, streams: Streams) -> CachedReplay:
         """The step as it is now."""
         state = self.branch_state(bound.step.branch, bound.step.coupling)
+        if (scripted := state.snapshot.scripted) is not None:
+            raise StepError(
+                f"{bound.step.name} is or has a {scripted} of torch.jit, whose buffers a replay cannot set back, and "
+                "whose interpreter may run other code in the replay than in the first run. Give the original module "
+                "(torch.compile makes it fast), or give the block memory='store'."
+            )
         return CachedReplay(bound, streams, state, self.traits(state.snapshot.training))
 
     def branch_state(self, branch: Any, coupling: Any) -> BranchState:
@@ -70,7 +76,7 @@ class StepCache:
             return BranchState(branch, self._current_snapshot([branch, *roots]), ())
         closed_over = list(reachable(branch))
         modules = [v for v in closed_over if isinstance(v, nn.Module)]
-        return BranchState(branch, ModuleSnapshot(modules + roots), closed_over)
+        return BranchState(branch, ModuleSnapshot(modules + roots, closed_over), closed_over)
 
     def traits(self, training: Sequence[bool]) -> BranchTraits:
         """The traits in a training mode, which is given by the flags of the branch's modules."""
@@ -87,16 +93,16 @@ class StepCache:
             snapshot = ModuleSnapshot(roots)
             for traits in self._traits.values():
                 traits.forget_saves()
-            lasts = all(
-                isinstance(t, nn.Parameter) for t in snapshot.tensors
-            )  # others are a caller's, not ours to hold
-            self._snapshot = snapshot if lasts else None
+            self._snapshot = snapshot if _lasts(snapshot) and not snapshot.has_tensors else None
         return snapshot
 
     def keep(self, cached: CachedReplay, *, can_replay: bool) -> None:
         """After a first run: share with later calls what left nothing behind, unless it holds a caller's tensors."""
         cached.is_steady = can_replay and not cached.traits.draws_globally and cached.state.has_left_nothing()
-        if cached.is_steady and self._snapshot is cached.state.snapshot:
+        snapshot = cached.state.snapshot
+        if cached.is_steady and snapshot.has_tensors and _lasts(snapshot):  # in attributes, where the run left them
+            self._snapshot = snapshot
+        if cached.is_steady and self._snapshot is snapshot:
             self.replay = cached
 
     def expect_draws(self) -> None:
@@ -104,6 +110,11 @@ class StepCache:
         self.replay = None
         for traits in self._traits.values():
             traits.draws_globally = True
+
+
+def _lasts(snapshot: ModuleSnapshot) -> bool:
+    """Whether a snapshot may be held from call to call: what is no parameter is a caller's, not ours to hold."""
+    return not snapshot.is_lazy and all(isinstance(t, nn.Parameter) for t in snapshot.tensors)
 
 
 def cache_of(step: Step) -> StepCache:

@@ -12,6 +12,7 @@ from torch import Tensor
 from retrograde.network.block import Block, BoundStep
 
 from .branch_state import BranchState
+from .context import RecordedContext
 from .step_cache import CachedReplay
 
 
@@ -35,6 +36,7 @@ class StepRecord:
         versions: those of the tensors that it saved, whose shapes and dtypes are in `saved`.
         branch_saves: how many of them the branch saved; the coupling saved the others.
         same: sources and context that were one tensor with a source before them.
+        context: the context as the branch got it, if it may change.
         side_bits: what the coupling forgets of its target.
         is_selective: whether the first run was to save results for the replay; `saved_results` has them.
     """
@@ -49,6 +51,7 @@ class StepRecord:
     saved: Any = None
     branch_saves: int = 0
     same: Sequence[tuple[int | str, int]] = ()
+    context: RecordedContext | None = None
     side_bits: Tensor | None = None
     decisions: list[tuple[Tensor, int]] | None = None
     is_selective: bool = False

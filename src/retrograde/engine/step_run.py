@@ -27,7 +27,7 @@ from .selective import reusing_results, run_saving_results
 from .step_cache import cache_of
 from .step_record import RetainedStep, StepRecord
 from .torch_internals import current_graph_task, never_compiled, pop_hooks, push_hooks, set_grad_enabled
-from .unusual_runs import explain, observed, replay_in_block, run_unrecorded, same_inputs
+from .unusual_runs import as_in_first_run, explain, note_inputs, observed, replay_in_block, run_unrecorded
 
 if TYPE_CHECKING:
     from .tape import Tape
@@ -76,7 +76,7 @@ def first_run(  # noqa: C901  # one function, so that it is read from top to bot
         or cached.target != bound.target
         or cached.stride != target.stride()
         or cached.requires != list(map(_requires_grad, streams))
-        or not cached.state.snapshot.is_steady()
+        or not cached.state.snapshot.is_current()
     ):
         cached = cache.look(bound, streams)
     state, traits, decisions = cached.state, cached.traits, tape.decisions
@@ -91,7 +91,7 @@ def first_run(  # noqa: C901  # one function, so that it is read from top to bot
         inputs = sources if step.reads == "each" and step.compute is None else step.branch_inputs(sources)
         kwargs = step.takes.select(context) if context else {}
         if kwargs or len(sources) > 1:
-            record.same = same_inputs(sources, kwargs)
+            note_inputs(record, call, sources, kwargs, context)
         versions = list(map(_version, sources))
         run = state.branch if call.observer is None else observed(call.observer, record, sources, is_replay=False)
         result = run_saving_results(record, run, inputs, kwargs) if tape.is_selective else run(*inputs, **kwargs)
@@ -194,6 +194,7 @@ def replay_branch(
     """The part of a replay that runs the branch and the coupling, in the state of the first run."""
     step, state, bound, cached = record.bound.step, record.state, record.bound, record.cached
     sources = list(map(streams.__getitem__, bound.sources))
+    context = context if record.context is None else record.context.rebuilt()
     kwargs = step.takes.select(context) if context else {}
     for place, i in record.same:
         if isinstance(place, int):
@@ -206,16 +207,14 @@ def replay_branch(
         cached.is_steady
         and cached.state is state
         and record.decisions is None
-        and not record.is_selective
+        and not (record.is_selective or record.context)
         and list(map(_version, state.snapshot.tracked)) == record.weights
         and state.snapshot.is_current()
     ):
         return couple_again(
             record, streams[bound.target], run_captured(capture, run, *inputs, **kwargs), capture, direction
         )
-    with ExitStack() as around:
-        if state.needs_restoring(record.weights):
-            around.enter_context(state.restored())
+    with as_in_first_run(record):
         with ExitStack() as inside:
             if record.is_selective:
                 inside.enter_context(reusing_results(record))

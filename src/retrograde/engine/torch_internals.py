@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._functorch import pyfunctorch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 from torch.utils import _pytree, checkpoint
 
 tree_flatten = _pytree.tree_flatten
@@ -82,6 +83,22 @@ def outside_function_transforms() -> Iterator[None]:
 
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the backward pass under way keeps its graph for another one; True if none is under way."""
+
+
+def cached_parametrizations() -> dict[Any, Tensor | None] | None:
+    """What `torch.nn.utils.parametrize.cached()` has computed so far; None outside of it."""
+    return parametrize._cache if parametrize._cache_enabled else None
+
+
+@contextmanager
+def parametrizations_cached(cache: dict[Any, Tensor | None] | None) -> Iterator[None]:
+    """A context in which parametrizations are cached, with these computed already; or are not cached, if None."""
+    before = parametrize._cache_enabled, parametrize._cache
+    parametrize._cache_enabled, parametrize._cache = int(cache is not None), dict(cache or {})
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled, parametrize._cache = before
 
 
 class _SavedResults(dict[Any, Any]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -109,14 +109,36 @@ def replay_in_block(
         return given, ()
 
     with call.environment.restored(), outside_function_transforms():
-        record.block(tuple(streams), context, run_one, call.names)
+        try:
+            record.block(tuple(streams), context, run_one, call.names)
+        except Exception as error:
+            if results:
+                add_note(error, f"(raised by a hook of block {record.index} when the block was replayed: hooks of a "
+                         "block run in replays too; retrograde.is_replaying() tells the runs apart)")  # fmt: skip
+            raise
     return results[0]
 
 
-def same_inputs(sources: Sequence[Tensor], kwargs: Mapping[str, Any]) -> list[tuple[int | str, int]]:
-    """Which inputs of the branch are one tensor: it may ask (nn.MultiheadAttention does), in its replay too."""
+def note_inputs(
+    record: StepRecord, call: Call, sources: Sequence[Tensor], kwargs: Mapping[str, Any], context: Mapping[str, Any]
+) -> None:
+    """Note what the branch gets, as far as its replay could not know: equal inputs, and a context that may change.
+
+    Which inputs are one tensor the branch may ask (nn.MultiheadAttention does), in its replay too.
+    """
     inputs: list[tuple[int | str, Any]] = [*enumerate(sources), *kwargs.items()]
-    return [(place, i) for place, value in inputs for i, source in enumerate(sources) if value is source and place != i]
+    record.same = [(place, i) for place, v in inputs for i, source in enumerate(sources) if v is source and place != i]
+    record.context = call.context_now(context)
+
+
+def as_in_first_run(record: StepRecord) -> ExitStack:
+    """A context in which all that the step's branch reads is as it was in its first run."""
+    with ExitStack() as around:
+        if record.state.needs_restoring(record.weights):
+            around.enter_context(record.state.restored())
+        if record.context is not None:
+            around.enter_context(record.context.restored())
+        return around.pop_all()
 
 
 def explain(error: Exception, index: int, step: Step, streams: Streams) -> None:
@@ -130,6 +152,11 @@ def explain(error: Exception, index: int, step: Step, streams: Streams) -> None:
         return
     shapes = ", ".join(str(tuple(s.shape)) for s in streams)
     note = f"(raised by the branch {step.name} in block {index} of a ReversibleSequence; streams of shapes {shapes})"
+    add_note(error, note)
+
+
+def add_note(error: Exception, note: str) -> None:
+    """Add a sentence to an error of somebody else's code."""
     if hasattr(error, "add_note"):
         error.add_note(note)
     elif error.args and isinstance(error.args[0], str):  # Python 3.10

@@ -1,11 +1,10 @@
-"""A user's module or function inside a step: the context it takes, and what it can reach."""
+"""A user's module or function inside a step: the context it takes, and its name."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -85,46 +84,6 @@ def name_of(branch: Callable[..., Any]) -> str:
     if isinstance(branch, functools.partial):
         return f"partial({name_of(branch.func)})"
     return getattr(branch, "__qualname__", type(branch).__name__)
-
-
-def reachable(branch: Callable[..., Any]) -> Iterable[Any]:
-    """A branch and what it closes over: a function's cells and defaults, a method's owner, a partial's arguments."""
-    if isinstance(branch, nn.Module):
-        return (branch,)
-    todo: list[Any] = [branch]
-    reached: list[Any] = []
-    while todo:
-        value = todo.pop()
-        if any(value is seen for seen in reached):
-            continue
-        reached.append(value)
-        todo.extend(_held_by(value))
-    return reached
-
-
-def _held_by(value: Any) -> list[Any]:
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, types.MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, types.FunctionType):
-        cells = [c.cell_contents for c in value.__closure__ or () if _is_filled(c)]
-        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    if isinstance(value, (list, tuple)):
-        return list(value)
-    if isinstance(value, dict):
-        return list(value.values())
-    if callable(value) and not isinstance(value, (nn.Module, type)):
-        return list(getattr(value, "__dict__", {}).values())
-    return []
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def _parameters(branch: Callable[..., Any]) -> list[inspect.Parameter]:

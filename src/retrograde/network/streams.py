@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 Split = Literal["duplicate", "chunk", "first"]
 Merge = Literal["mean", "sum", "concat", "first"]
@@ -21,8 +22,15 @@ _version = attrgetter("_version")
 
 
 def version(tensor: Tensor | None) -> int:
-    """The counter that autograd raises with every in-place edit; constant for inference tensors and for None."""
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
+    """The counter that autograd raises with every in-place edit; constant for inference tensors and for None.
+
+    That of a lazy module's tensor is below all others until the tensor gets its shape.
+    """
+    if tensor is None:
+        return 0
+    if is_lazy(tensor):
+        return -1
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
