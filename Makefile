@@ -15,7 +15,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick quick-tests test lint types pytest test-versions test-accelerator docs format bench clean
+.PHONY: help demo quick quick-tests test lint types pytest test-versions test-accelerator test-torch-lists docs format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,6 +78,9 @@ test-versions: $(TORCHES:%=.venv-torch-%/.ready)  ## the core tests with the old
 test-accelerator: $(READY)  ## the tests that need an accelerator, on this machine's; writes accelerator-report.md
 	$(RUN) tests/device/accelerator_report.py $(ARGS)
 
+test-torch-lists: $(READY)  ## all of torch's own operators and modules as branches, against plain autograd (a quarter of an hour)
+	TORCH_LISTS=all $(RUN) -m pytest tests/engine/test_torch_lists.py $(ARGS)
+
 docs: $(READY)  ## the documents as a site in site/ (the tests build it too)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
@@ -115,6 +118,6 @@ $(READY): pyproject.toml constraints.txt requirements-interop.txt requirements-h
 	@echo '*' > $(@D)/.gitignore
 	sed /^torch==/d constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet torch==$*
-	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt hypothesis matplotlib numpy pytest pytest-timeout rich typer
+	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt expecttest hypothesis matplotlib numpy pytest pytest-timeout rich typer
 	$(@D)/bin/python -c 'import torch; v = torch.__version__; assert v.split("+")[0] == "$*", f"torch is {v}, not $*"'
 	@touch $@

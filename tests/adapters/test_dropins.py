@@ -315,3 +315,24 @@ def test_too_few_branches_are_an_error_that_names_the_block(name: str) -> None:
     extra = [["intra_modality_self_attn"] * DEPTH] if name == "nuwa_pytorch_video_audio" else []
     with pytest.raises(ValueError, match=r"Block 2 has 1 branches"):
         module(branches, *extra)
+
+
+@systems
+def test_vmap_runs_a_drop_in_on_each_entry(name: str) -> None:
+    system = make(name)
+    system.module.eval()
+    keys = [key for key, value in system.inputs.items() if value.is_floating_point()]
+    batches = [torch.stack([system.inputs[key], system.inputs[key] * 0.5]) for key in keys]
+
+    def run(*values: Tensor) -> list[Tensor]:
+        return system.run(**{**system.inputs, **dict(zip(keys, values, strict=True))})
+
+    mapped = torch.vmap(lambda *values: tuple(run(*values)))(*batches)
+    gradients = torch.vmap(torch.func.grad(lambda *values: loss_of(run(*values))))(*batches)
+    for i in range(2):
+        each = [batch[i].clone().requires_grad_() for batch in batches]
+        expected = run(*each)
+        for one, other in zip(mapped, expected, strict=True):
+            torch.testing.assert_close(one[i], other, rtol=1e-10, atol=1e-12)
+        (gradient,) = torch.autograd.grad(loss_of(expected), each[:1])
+        torch.testing.assert_close(gradients[i], gradient, rtol=1e-10, atol=1e-12)

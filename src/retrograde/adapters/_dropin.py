@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from retrograde.engine.torch_internals import inside_function_transform
 from retrograde.network.block import Block
 from retrograde.network.step import Step
 from retrograde.sequence import ReversibleSequence
@@ -126,7 +127,12 @@ def second_half(x: Tensor, dim: int) -> Tensor:
 
 
 def copied_into(storage: Tensor, x: Tensor, *starts: tuple[int, int]) -> Tensor:
-    """A copy of `x` that is a view of `storage`, from each (dimension, position) on."""
+    """A copy of `x` that is a view of `storage`, from each (dimension, position) on.
+
+    torch.func does not map edits of a tensor that it did not map itself, and has layouts of its own: a plain copy then.
+    """
+    if inside_function_transform():
+        return x.clone()
     for dim, start in starts:
         storage = storage.narrow(dim, start, x.shape[dim])
     return storage.detach().copy_(x)

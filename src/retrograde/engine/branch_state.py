@@ -12,7 +12,11 @@ NOTE [What a replay restores]
     step's saved tensors are kept in that call.
  3. The training flags and the tensors in the places of parameters and buffers, which
     `functional_call`, FSDP and `module.train()` may have exchanged since.
- 4. Autocast, for every device type involved, and the precision of float32 products (see `CallEnvironment`).
+ 4. Attributes of the modules that are values or tensors, and global tensors that their code names: those from
+    before the first run, whoever changed them. Modules that are not registered (in lists, in
+    globals) are guests: a buffer of theirs is restored if the branch itself changed it.
+ 5. Autocast, for every device type involved, and the precision of float32 products (see `CallEnvironment`);
+    what `parametrize.cached()` had computed; the context (see `RecordedContext`).
  An edit in place of a parameter or buffer since the first run is an error, as it is in autograd.
 """
 
