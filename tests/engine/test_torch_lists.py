@@ -14,6 +14,8 @@ import torch_lists
 
 pytest.importorskip("expecttest", reason="torch's lists need it")
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own samples
+
 RUNS_ALL = os.environ.get("TORCH_LISTS") == "all"
 SAMPLES = int(os.environ.get("TORCH_LISTS_SAMPLES", "2"))  # of each operator or module
 SEED = int(os.environ.get("TORCH_LISTS_SEED", "16"))
@@ -61,7 +63,7 @@ def wrong_in(name: str, cases: list[torch_lists.Case]) -> tuple[list[str], bool]
 @pytest.mark.parametrize("kind", ["operators", "modules"])
 def test_operators_and_modules_drawn_by_a_seed_are_those_of_plain_autograd(kind: str) -> None:
     groups = list(getattr(torch_lists, kind)(limit=1))
-    drawn = random.Random(SEED).sample(groups, {"operators": 40, "modules": 15}[kind])
+    drawn = random.Random(SEED).sample(groups, {"operators": 30, "modules": 12}[kind])
     always = [group for group in groups if group[0] in ("nn.functional.rrelu", "nn.RReLU")]  # once silently wrong
     wrong = [line for name, cases in [*drawn, *always] for line in wrong_in(name, list(cases))[0]]
     assert not wrong, "\n".join(wrong)
