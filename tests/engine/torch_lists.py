@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 import retrograde as rg
 
-MODES: tuple[Any, ...] = ("reverse", "checkpoint", "selective", "offload", "anchored")
+MODES = ("reverse", "checkpoint", "selective", "offload", "anchored")
 TOLERANCE = 1e-9
 
 Case = tuple[str, Callable[[], nn.Module]]
@@ -27,7 +27,12 @@ Case = tuple[str, Callable[[], nn.Module]]
 
 
 class Listed(nn.Module):
-    """Runs something on tensors that are scaled by the stream, and mixes all that comes out into the update."""
+    """Runs something on tensors that are scaled by the stream, and mixes all that comes out into the update.
+
+    If it `ends_in_it`, nothing after it saves a tensor, so that a replay that stops early stops there.
+    """
+
+    ends_in_it = False
 
     def __init__(self, run: Any, given: tuple[Any, ...]) -> None:
         super().__init__()
@@ -46,8 +51,11 @@ class Listed(nn.Module):
         for place, tensor in self.tensors.items():
             leaves[int(place)] = tensor * factor.to(tensor.dtype)
         given = torch.utils._pytree.tree_unflatten(leaves, self._spec)
+        before = torch.tanh(x)
         returned = self.run(*given[0], **given[1])
-        return torch.tanh(x) * (1 + sum(map(_mixed, tree_flatten(returned)[0]), torch.zeros((), dtype=x.dtype)))
+        if self.ends_in_it:
+            return before + _spread(tree_flatten(returned)[0])
+        return before * (1 + sum(map(_mixed, tree_flatten(returned)[0]), torch.zeros((), dtype=x.dtype)))
 
 
 def _is_differentiable(leaf: Any) -> bool:
@@ -65,6 +73,15 @@ def _mixed(value: Any) -> Tensor:
     flat = value.reshape(-1).to(torch.float64)
     total = (flat * torch.linspace(0.5, 1.5, flat.numel(), dtype=torch.float64)).sum()
     return total / (1 + total.detach().abs())
+
+
+def _spread(values: list[Any]) -> Tensor:
+    """An update of some entries of the first result, by operators that save nothing."""
+    for value in values:
+        if isinstance(value, Tensor) and value.dtype == torch.float64 and value.numel():
+            flat = value.reshape(-1)
+            return flat[:12].view(3, 4) if len(flat) >= 12 else flat[0].expand(3, 4)
+    return torch.zeros(3, 4, dtype=torch.float64)
 
 
 class Tiny(nn.Module):
@@ -142,24 +159,42 @@ def _module_maker(info: Any, given: Any, training: bool) -> Callable[[], nn.Modu
     return make
 
 
-def check(make: Callable[[], nn.Module], modes: tuple[Any, ...] = MODES) -> str | None:
+def check(make: Callable[[], nn.Module]) -> str | None:
     """What is wrong with a case; None if nothing is."""
+
+    def make_last() -> nn.Module:
+        branch = make()
+        branch.ends_in_it = True  # type: ignore[assignment]
+        return branch
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        wrong = _compared(make, MODES)
+        if wrong is None:
+            wrong = _compared(make_last, ("checkpoint",))  # large results drown in a stream that is inverted
+            return None if wrong is None or wrong.startswith("plain autograd") else f"as the last operator, {wrong}"
+    return wrong
+
+
+def _compared(make: Callable[[], nn.Module], modes: tuple[str, ...]) -> str | None:
+    try:
+        expected = _trained(make, "plain")
+    except Exception as error:
+        return f"plain autograd: {_described(error)}"
+    if not all(torch.isfinite(t).all() for t in expected if t.is_floating_point()):
+        return "plain autograd: not finite"
+    for mode in modes:
         try:
-            expected = _trained(make, "plain")
+            wrong = _difference(_trained(make, mode), expected)
         except Exception as error:
-            return f"plain autograd: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        if not all(torch.isfinite(t).all() for t in expected if t.is_floating_point()):
-            return "plain autograd: not finite"
-        for mode in modes:
-            try:
-                wrong = _difference(_trained(make, mode), expected)
-            except Exception as error:
-                wrong = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            if wrong is not None:
-                return f"{mode}: {wrong}"
+            wrong = _described(error)
+        if wrong is not None:
+            return f"{mode}: {wrong}"
     return None
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error) or ' ').splitlines()[0]}"
 
 
 def _trained(make: Callable[[], nn.Module], mode: str) -> list[Tensor]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from retrograde.network.streams import Streams
 
 from . import rng
@@ -13,6 +16,8 @@ from .capture import Capture
 from .saved_streams import KeepsStreams, SavedStreams
 from .step_record import StepRecord
 from .tape import Tape
+
+_LAST = 4  # so many tensors one operator may save
 
 
 class CheckpointTape(Tape):
@@ -43,24 +48,35 @@ class CheckpointTape(Tape):
             captures.append(Capture(i, first, first + saves, record, saves if may_stop else -1, tensors=saved))
             streams = self.redo(record, streams, captures[-1])
             if isinstance(saved, _Saved):  # seen to repeat to its end
-                traits.may_stop = saved.had_drawn
+                traits.may_stop = saved.was_filled()
         return captures
 
 
 class _Saved(list[Any]):
-    """What the last step saves; and whether, when it saved the last tensor, it had drawn all its random numbers.
+    """What the last step saves; and whether, when it saved the last tensor, all that it had saved was filled.
 
-    An operator may fill a tensor with random numbers after it was saved (RReLU does): a replay that stopped
-    there would leave it empty.
+    An operator may fill a tensor with random numbers after it was saved (RReLU does): a replay that stopped there would
+    leave it empty. Then random numbers are drawn after the last tensor was saved, or its numbers change.
     """
 
     def __init__(self, record: StepRecord) -> None:
         super().__init__()
         self._saves = len(record.versions)
         self._drawn = record.state.drawn
-        self.had_drawn = False
+        self._had_drawn = False
+        self._samples: list[tuple[Tensor, Tensor]] = []
 
     def append(self, tensor: Any) -> None:
         super().append(tensor)
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
+        if is_plain and len(self) > self._saves - _LAST:
+            self._samples.append((tensor, _sample(tensor)))
         if len(self) == self._saves:
-            self.had_drawn = all(rng.read(generator) == after for generator, _, after in self._drawn)
+            self._had_drawn = all(rng.read(generator) == after for generator, _, after in self._drawn)
+
+    def was_filled(self) -> bool:
+        return self._had_drawn and all(torch.equal(_sample(tensor), then) for tensor, then in self._samples)
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1)[:64].clone()

@@ -173,9 +173,9 @@ class ModuleSnapshot:
         return have != sum(not is_guest for _, _, _, is_guest in self.buffers)
 
 
-def generators_of(modules: Iterable[nn.Module]) -> list[Any]:
-    """The generators that modules have as attributes, or name in their code."""
-    return ModuleSnapshot(list(modules)).generators
+def generators_of(roots: Iterable[nn.Module], functions: Sequence[Any]) -> list[Any]:
+    """The generators that functions, and modules below some roots, have as attributes or name in their code."""
+    return ModuleSnapshot(list(roots), functions).generators
 
 
 def refresh_flat_weights(modules: Iterable[nn.Module]) -> None:

@@ -122,6 +122,7 @@ def reached(parts: Iterable[nn.Module], devices: Iterable[torch.device]) -> tupl
     """
     modules: dict[nn.Module, None] = {}
     closed_over: list[Any] = []
+    parts = list(parts)
     for part in parts:
         for module in part.modules():
             modules[module] = None
@@ -130,7 +131,8 @@ def reached(parts: Iterable[nn.Module], devices: Iterable[torch.device]) -> tupl
                 closed_over.append(value)
                 if isinstance(value, nn.Module):
                     modules |= dict.fromkeys(value.modules())
-    own = [*generators_of(modules), *rng.generators_in(closed_over)]
+    roots = [*parts, *(v for v in closed_over if isinstance(v, nn.Module))]
+    own = [*generators_of(dict.fromkeys(roots), closed_over), *rng.generators_in(closed_over)]
     every = [*rng.torch_generators(list(dict.fromkeys(devices))), *rng.global_generators(), *own]
     return list(modules), list({id(generator): generator for generator in every}.values())
 
