@@ -75,7 +75,9 @@ class _Saved(list[Any]):
             self._had_drawn = all(rng.read(generator) == after for generator, _, after in self._drawn)
 
     def was_filled(self) -> bool:
-        return self._had_drawn and all(torch.equal(_sample(tensor), then) for tensor, then in self._samples)
+        """Asked after the replay. Lets go of the tensors, which autograd frees one by one."""
+        samples, self._samples = self._samples, []
+        return self._had_drawn and all(torch.equal(_sample(tensor), then) for tensor, then in samples)
 
 
 def _sample(tensor: Tensor) -> Tensor:
