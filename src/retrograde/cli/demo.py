@@ -48,8 +48,6 @@ def demo(
         equal = _demonstrate(QUICK if quick else FULL, output, seed, as_json)
     except OSError as error:
         fail(f"--output {output}: {error.strerror or error}.", WRONG_USAGE)
-    except KeyboardInterrupt:
-        fail("Stopped.", 130)
     raise typer.Exit(0 if equal else 1)
 
 

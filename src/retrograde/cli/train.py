@@ -14,9 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ._ending import FAULT, WRONG_USAGE, fail
-
-INTERRUPTED = 130
+from ._ending import FAULT, INTERRUPTED, WRONG_USAGE, fail
 
 
 def train(

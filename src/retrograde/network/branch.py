@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 TakesArgument = Literal["all"] | Sequence[str] | Mapping[str, str] | None
 
@@ -100,6 +100,15 @@ def reachable(branch: Callable[..., Any]) -> Iterable[Any]:
         reached.append(value)
         todo.extend(_held_by(value))
     return reached
+
+
+def leaves_reached(branch: Callable[..., Any]) -> list[Tensor]:
+    """The tensors that get a gradient in a branch: its modules' parameters, and those that it closes over."""
+    leaves: dict[Tensor, None] = {}
+    for value in reachable(branch):
+        found = value.parameters() if isinstance(value, nn.Module) else [value] if isinstance(value, Tensor) else ()
+        leaves |= dict.fromkeys(t for t in found if t.requires_grad and t.is_leaf)
+    return list(leaves)
 
 
 def _held_by(value: Any) -> list[Any]:
