@@ -62,6 +62,9 @@ def ending_in_a_sentence(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
+        for name, value in kwargs.items():
+            if isinstance(value, (str, Path)) and "\0" in str(value):
+                fail(f"{name}: {str(value)!r} contains a NUL character, which no name or path can.", WRONG_USAGE)
         try:
             command(*args, **kwargs)
         except (typer.Exit, typer.Abort, typer.BadParameter):
