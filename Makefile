@@ -15,7 +15,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick quick-tests test lint types pytest test-versions test-accelerator docs format bench clean
+.PHONY: help demo quick quick-tests test lint types pytest test-versions test-accelerator fuzz docs format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +77,11 @@ test-versions: $(TORCHES:%=.venv-torch-%/.ready)  ## the core tests with the old
 
 test-accelerator: $(READY)  ## the tests that need an accelerator, on this machine's; writes accelerator-report.md
 	$(RUN) tests/device/accelerator_report.py $(ARGS)
+
+FUZZ ?= 40
+
+fuzz: $(READY)  ## odd commands, configurations and checkpoints, drawn at random; FUZZ=200 for more (minutes)
+	RETROGRADE_FUZZ=$(FUZZ) $(RUN) -m pytest -q tests/fuzzing $(ARGS)
 
 docs: $(READY)  ## the documents as a site in site/ (the tests build it too)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict

@@ -195,7 +195,7 @@ class Bench:
         loss = self._loss(output) if self._loss is not None else _in_a_sentence(default_loss, output)
         loss = _in_a_sentence(check_loss, loss)
         if not bool(torch.isfinite(loss)):
-            raise ExaminationError(why_not_finite(float(loss), self._non_finite()))
+            raise ExaminationError(why_not_finite(float(loss.detach()), self._non_finite()))
         return loss
 
     def _non_finite(self) -> list[str]:

@@ -38,12 +38,8 @@ def _growth(mode: ModeProfile) -> str:
     """Whether the memory grows with depth, and by how much."""
     if _is_flat(mode):
         return "It does not grow with depth."
-    saving = [block.saved for block in mode.blocks if block.saved]
-    if not saving:
-        return "The blocks save nothing."
-    return (
-        f"It grows with depth: each block that saves something saves {format_bytes(sorted(saving)[len(saving) // 2])}."
-    )
+    saving = sorted(block.saved for block in mode.blocks[:-1] if block.saved)  # the last one keeps a graph too
+    return f"It grows with depth{f', by {format_bytes(saving[len(saving) // 2])} per block' if saving else ''}."
 
 
 def _saved(mode: ModeProfile, modes: Sequence[ModeProfile]) -> tuple[str, str]:

@@ -34,7 +34,7 @@ def check_step(model: nn.Module, batch: Any, loss: Loss | None = None) -> None:
         clear_gradients(parameters_of(model))
         result = loss_of(model, batch, loss)
         if not bool(torch.isfinite(result)):
-            raise UnmeasurableError(why_not_finite(float(result), where))
+            raise UnmeasurableError(why_not_finite(float(result.detach()), where))
         result.backward()
         odd = [p for p in parameters_of(model) if p.grad is not None and not _is_finite(p.grad)]
         if odd:

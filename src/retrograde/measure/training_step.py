@@ -48,9 +48,7 @@ def step_tracker(model: nn.Module, batch: Any) -> MemoryTracker:
     For a model on an accelerator it counts the memory there, not the host's.
     """
     given, trained = tensors_in(arguments(batch)), parameters_of(model)
-    return MemoryTracker(
-        ignore=[model, *trained, *given], kind=accelerator_of([*model.parameters(), *trained, *given])
-    )
+    return MemoryTracker(ignore=[model, *trained, *given], kind=accelerator_of([*model.parameters(), *trained, *given]))
 
 
 def step_peak(model: nn.Module, batch: Any, loss: Loss | None = None) -> int:

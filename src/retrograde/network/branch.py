@@ -106,8 +106,8 @@ def leaves_reached(branch: Callable[..., Any]) -> list[Tensor]:
     """The tensors that get a gradient in a branch: its modules' parameters, and those that it closes over."""
     leaves: dict[Tensor, None] = {}
     for value in reachable(branch):
-        found = value.parameters() if isinstance(value, nn.Module) else [value] if isinstance(value, Tensor) else ()
-        leaves |= dict.fromkeys(t for t in found if t.requires_grad and t.is_leaf)
+        tensors = value.parameters() if isinstance(value, nn.Module) else [value] if isinstance(value, Tensor) else ()
+        leaves |= dict.fromkeys(t for t in tensors if t.requires_grad and t.is_leaf)
     return list(leaves)
 
 

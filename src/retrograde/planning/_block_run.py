@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from retrograde.engine.call import CallEnvironment
 from retrograde.engine.outputs import Losses
@@ -138,7 +138,7 @@ class BlockAlone:
         # The outputs are not always the block's own: a chain counts its last streams and a reversed part's end.
         ends_count_elsewhere = self.keep_last_graph or mode.needs_inverse
         shared = set(self.parameters) - set(self.own)
-        ignored = [self.block, *self.parameters, *self.distinct[0]]
+        ignored: list[Tensor | nn.Module] = [self.block, *self.parameters, *self.distinct[0]]
         with MemoryTracker(ignore=ignored, kind=accelerator_of(self.streams)) as memory:
             with memory.phase("forward") as forward:
                 inputs = self._inputs()

@@ -107,11 +107,11 @@ class _Measurer:
     times: dict[Hashable, dict[Mode, float]] = field(default_factory=dict)
 
     def all_modes(self, alone: BlockAlone) -> dict[Mode, ModeCost]:
-        known = exact_kind(alone)
-        if known not in self.by_exact_kind:
+        block_kind = exact_kind(alone)
+        if block_kind not in self.by_exact_kind:
             with preserve(alone.block):
-                self.by_exact_kind[known] = self._measured(alone)
-        return self.by_exact_kind[known]
+                self.by_exact_kind[block_kind] = self._measured(alone)
+        return self.by_exact_kind[block_kind]
 
     def _measured(self, alone: BlockAlone) -> dict[Mode, ModeCost]:
         modes = _allowed_modes(alone.block, alone.streams)
