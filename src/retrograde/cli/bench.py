@@ -15,7 +15,8 @@ from retrograde.measure.finite import UnmeasurableError, check_step
 from retrograde.measure.formatting import format_bytes, parse_size
 from retrograde.measure.stacks import stacks_of
 from retrograde.measure.targets import Target, TargetError, load
-from retrograde.planning import Planned, differ, plan
+from retrograde.planning import Planned, plan
+from retrograde.planning._compare import differ
 
 from ._bench_picture import PLAN, Picture, legend, table
 from ._bench_run import Row, Way, default_target, measure, ways_of

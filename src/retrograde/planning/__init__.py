@@ -2,7 +2,6 @@
 
 from ._compare import Comparison as Comparison
 from ._compare import compare as compare
-from ._compare import differ as differ
 from ._costs import BlockCost as BlockCost
 from ._costs import ChainCost as ChainCost
 from ._costs import ModeCost as ModeCost
