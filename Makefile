@@ -15,7 +15,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick quick-tests test lint types pytest test-versions test-accelerator test-torch-lists docs format bench clean
+.PHONY: help demo quick quick-tests test lint types pytest test-versions test-accelerator test-torch-lists fuzz docs format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,6 +80,11 @@ test-accelerator: $(READY)  ## the tests that need an accelerator, on this machi
 
 test-torch-lists: $(READY)  ## all of torch's own operators and modules as branches, against plain autograd (a quarter of an hour)
 	TORCH_LISTS=all $(RUN) -m pytest tests/engine/test_torch_lists.py $(ARGS)
+
+FUZZ ?= 40
+
+fuzz: $(READY)  ## odd commands, configurations and checkpoints, drawn at random; FUZZ=200 for more (minutes)
+	RETROGRADE_FUZZ=$(FUZZ) $(RUN) -m pytest -q tests/fuzzing $(ARGS)
 
 docs: $(READY)  ## the documents as a site in site/ (the tests build it too)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict

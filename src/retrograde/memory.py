@@ -187,7 +187,10 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        return cls.from_dict(json.loads(text))
+        try:
+            return cls.from_dict(json.loads(text))
+        except RecursionError:
+            raise ValueError("The text is nested too deeply to be a plan.") from None
 
     def __str__(self) -> str:
         parts, start = [], 0

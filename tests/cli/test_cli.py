@@ -16,9 +16,11 @@ import retrograde
 
 pytest.importorskip("typer", reason="the command line needs the extra 'cli'")
 
+import typer
 from typer.testing import CliRunner
 
 from retrograde.cli._app import COMMANDS, app
+from retrograde.cli._ending import ending_in_a_sentence
 from retrograde.diagnose import Diagnosis
 
 MODELS = """
@@ -198,3 +200,30 @@ def test_without_typer_a_message_names_the_extra() -> None:
     assert run.returncode == 2
     assert "pip install 'retrograde[cli]'" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_an_error_that_nobody_foresaw_is_one_line_and_a_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError("oh")
+
+    with pytest.raises(typer.Exit):
+        ending_in_a_sentence(broken)()
+    monkeypatch.setenv("RETROGRADE_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        ending_in_a_sentence(broken)()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["doctor", "a\0b.py:make"],
+        ["doctor", "some_models.py:healthy", "--plot", "a\0b"],
+        ["plan", "some_models.py:healthy", "--budget", "a\0b"],
+    ],
+)
+@pytest.mark.usefixtures("doctor")
+def test_a_path_with_a_nul_is_explained(words: list[str]) -> None:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert "NUL character" in result.stderr or "null byte" in result.stderr  # the latter in the words of typer
+    assert "Traceback" not in result.output

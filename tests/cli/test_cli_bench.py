@@ -46,6 +46,17 @@ def affine():
 def two(): return nn.Sequential(stack(2), stack(2)), torch.randn(16, 16)
 def plain(): return nn.Linear(2, 2), torch.randn(2, 2)
 def wrong_shape(): return stack(), torch.randn(4, 9)
+def bf16(): return stack().bfloat16(), torch.randn(16, 16).bfloat16()
+def fp16(): return stack().half(), torch.randn(16, 16).half()
+def meta(): return stack().to("meta"), torch.randn(16, 16, device="meta")
+class Broken(nn.Module):
+    def forward(self, x): return x / 0
+def nan():
+    blocks = [rg.two_stream(branch(), branch()), rg.two_stream(Broken(), branch())]
+    return rg.ReversibleSequence(blocks), torch.randn(4, 16)
+class Odd(BaseException): pass
+def raises(): raise Odd("odd")
+def stops(): raise KeyboardInterrupt
 """
 MODES = ["store", "checkpoint", "reverse", "selective", "reverse exact"]
 Run = Callable[..., Any]
@@ -173,3 +184,52 @@ def test_help_has_examples_and_mentions_make_bench() -> None:
     assert result.exit_code == 0
     for words in ("def make():", "retrograde bench my_model.py:make", "run as Python", "Exit status", "make bench"):
         assert words in result.stdout
+
+
+@pytest.mark.parametrize("target", ["bf16", "fp16"])
+def test_a_model_in_low_precision_is_measured_without_the_grid_that_it_cannot_have(bench: Run, target: str) -> None:
+    result = bench(f"benched.py:{target}", "--rounds", "2", "--json")
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert [way["name"] for way in printed["ways"]] == MODES[:-1]
+    assert "reverse exact is left out: An exact coupling needs float32 or float64 streams" in printed["left_out"][0]
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("meta", "Cannot measure: The model or its batch is on the meta device"),
+        ("nan", "block 1, branch Broken, returns NaN or infinity, from finite streams"),
+    ],
+)
+def test_a_model_whose_figures_would_mean_nothing_is_an_error(bench: Run, target: str, words: str) -> None:
+    for result in (
+        bench(f"benched.py:{target}"),
+        CliRunner().invoke(app, ["plan", f"benched.py:{target}", "--budget", "1GiB"]),
+    ):
+        assert result.exit_code == 1, result.output
+        assert words.removeprefix("Cannot measure: ") in result.stderr
+        assert not result.stdout
+
+
+def test_what_is_no_exception_but_raised_is_told_too(bench: Run) -> None:
+    result = bench("benched.py:raises")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith("benched.py:raises raised Odd: odd (benched.py, line")
+
+
+@pytest.mark.parametrize("command", ["bench", "doctor", "profile", "plan", "convert"])
+@pytest.mark.usefixtures("bench")
+def test_an_interrupt_is_told_in_one_line(command: str) -> None:
+    result = CliRunner().invoke(
+        app, [command, "benched.py:stops", *(["--budget", "1GiB"] if command == "plan" else [])]
+    )
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == "Stopped."
+    assert "Traceback" not in result.output
+
+
+def test_the_words_of_the_table_are_explained_below_it(bench: Run) -> None:
+    result = bench("benched.py:make", "--rounds", "2")
+    for mode in MODES:
+        assert f"\n{mode}: " in result.stdout

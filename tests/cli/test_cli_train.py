@@ -151,3 +151,13 @@ def test_ctrl_c_saves_and_the_same_command_resumes(train: Run, tmp_path: Path) -
     start, step, *_ = map(json.loads, result.stdout.splitlines())
     assert (start["event"], start["step"]) == ("start", last["step"])
     assert (step["event"], step["step"]) == ("step", last["step"] + 1)
+
+
+def test_a_check_prints_json_where_json_is_asked_for(train: Run, tmp_path: Path) -> None:
+    result = train("config.toml", "--check", "--json")
+    assert result.exit_code == 0, result.stderr
+    printed = json.loads(result.stdout)
+    assert printed["event"] == "check"
+    assert printed["config"]["model"]["depth"] == 2
+    assert train("config.toml", "--check").stdout.count(f"{printed['weights']:,} weights") == 1
+    assert not (tmp_path / "run").exists()

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import retrograde as rg
-from retrograde.diagnose import ModeProfile, Profile, profile
+from retrograde.diagnose import ExaminationError, ModeProfile, Profile, profile
 from retrograde.diagnose._profile import AFTER, BEFORE, OWN, SAVED
 from retrograde.measure import MemoryTracker, format_bytes
 from retrograde.models import ReversibleLM
@@ -174,3 +174,40 @@ def test_a_batch_may_be_a_tuple_or_a_mapping() -> None:
             return self.stack(tokens)  # type: ignore[no-any-return]
 
     assert profile(Named(), {"tokens": x}, modes=["reverse"]).modes[0].peak == peaks[0]
+
+
+def test_a_checkpoint_is_said_to_grow_with_depth_and_it_does() -> None:
+    """Few saved streams beside a wide branch: the peak is a block's own step, and grows all the same."""
+    x, profiles = torch.randn(64, 16), {}
+    for depth in (2, 8, 32):
+        blocks = [rg.two_stream(branch(512), branch(512)) for _ in range(depth)]
+        profiles[depth] = profile(rg.ReversibleSequence(blocks), x, modes=["checkpoint", "reverse"])
+    for depth, memory in profiles.items():
+        assert memory.sentences["checkpoint"].startswith("The peak is one block's own step"), depth
+        assert memory.advice["checkpoint"].startswith("It grows with depth")
+        assert "does not grow with depth" in memory.advice["reverse"]
+    assert f"It grows with depth, by {format_bytes(2 * x.nbytes)} per block." in profiles[8].advice["checkpoint"]
+    grown = by_mode(profiles[32])["checkpoint"].peak - by_mode(profiles[8])["checkpoint"].peak
+    assert grown == pytest.approx(24 * 2 * x.nbytes, rel=0.1)
+    assert by_mode(profiles[32])["reverse"].peak == by_mode(profiles[8])["reverse"].peak
+
+
+@pytest.mark.parametrize("where", [0, 3])
+def test_nan_that_a_block_makes_is_blamed_on_that_block(where: int) -> None:
+    class Broken(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * float("nan")
+
+    blocks = [rg.two_stream(Broken() if i == where else branch(), branch()) for i in range(5)]
+    with pytest.raises(ExaminationError, match=f"block {where}, branch Broken, returns NaN or infinity, from finite"):
+        profile(rg.ReversibleSequence(blocks), torch.randn(4, 16))
+
+
+def test_nan_in_the_batch_is_blamed_on_no_block() -> None:
+    with pytest.raises(ExaminationError, match="no branch of a reversible stack makes NaN"):
+        profile(stack(3), torch.full((4, 16), float("nan")))
+
+
+def test_a_model_without_values_is_refused_in_a_sentence() -> None:
+    with pytest.raises(ExaminationError, match="on the meta device"):
+        profile(stack(3).to("meta"), torch.randn(4, 16, device="meta"))

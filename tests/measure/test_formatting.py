@@ -29,3 +29,9 @@ def test_sizes_are_written_for_people() -> None:
         "5 GiB",
         "1000 TiB",
     ]
+
+
+@pytest.mark.parametrize("size", ["9" * 400, "9" * 400 + "GiB", 10**400, float("inf"), float("nan"), "1e3", "-1"])
+def test_an_absurd_size_is_explained(size: int | float | str) -> None:
+    with pytest.raises(ValueError, match=r"more than any machine has|is not a size|must be above 0"):
+        parse_size(size)

@@ -348,6 +348,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "text": ({"memory_limit": "8 apples"}, "'8 apples' is not a size; write 8GiB"),
     "range": ({"low": 5, "high": 4}, "low=5, high=4, multiple_of=1: there is no size"),
     "multiple": ({"low": 9, "high": 15, "multiple_of": 8}, "no size from 1 to try"),
+    "multiple of nothing": ({"multiple_of": 0}, "no size from 1 to try"),
+    "no time": ({"timeout": float("nan")}, "timeout=nan: give the seconds"),
     "zero": ({"low": 0}, "no size from 1 to try"),
 }
 

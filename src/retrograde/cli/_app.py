@@ -9,6 +9,7 @@ import typer
 
 from retrograde import __version__
 
+from ._ending import ending_in_a_sentence
 from .bench import bench
 from .convert import convert
 from .demo import demo
@@ -44,4 +45,4 @@ def _retrograde(
 
 
 for _command in COMMANDS:
-    app.command()(_command)
+    app.command()(ending_in_a_sentence(_command))

@@ -9,8 +9,11 @@ from typing import Any
 
 from retrograde.measure.formatting import format_bytes
 from retrograde.measure.pictures import Point, draw_time_over_memory
+from retrograde.memory import MODES
 
 from ._bench_run import STORE, Row
+
+PLAN = "plan"
 
 
 def table(rows: Sequence[Row], title: str) -> Any:
@@ -28,6 +31,15 @@ def table(rows: Sequence[Row], title: str) -> Any:
             row.name, f"x{row.ratio:.2f}", quartiles, f"{1e3 * row.seconds:.1f}", format_bytes(row.peak), share
         )
     return lines
+
+
+def legend(rows: Sequence[Row]) -> list[str]:
+    """What the names in the table mean, and the plan that was measured."""
+    modes = {mode.name: mode.description for mode in MODES.values()}
+    words = {row.name: next((modes[name] for name in modes if row.name.split(",")[0] == name), "") for row in rows}
+    lines = [f"{name}: {description}." for name, description in words.items() if description]
+    lines += [f"{row.name}: reverse, with streams on a grid: the same bits." for row in rows if "exact" in row.name]
+    return ["", *lines, *(f"The plan: {row.plan}" for row in rows if row.name == PLAN)]
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def measure(target: Target, ways: Sequence[Way], rounds: int, progress: Progress
                 way.set_up()
                 step()
                 peaks[way.name] = step_peak(target.model, target.batch, target.loss)
-            except ValueError as error:
+            except (ValueError, TypeError) as error:  # streams that leave the grid, or whose dtype has none
                 if not way.on_grid:
                     raise
                 refusals.append(f"{way.name} is left out: {error}")

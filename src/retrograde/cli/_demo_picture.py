@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from retrograde.measure.formatting import format_bytes
-from retrograde.measure.pictures import new_figure, style_of
+from retrograde.measure.pictures import TERMINAL_COLOURS, new_figure, style_of
 
 from ._demo_run import MODES, Mode, Size, Training
 
-RICH: dict[Mode, str] = {"store": "bright_black", "checkpoint": "yellow", "reverse": "blue"}
 WIDE = 44  # characters of the longest bar
 
 
@@ -76,6 +75,6 @@ def bars(peaks: dict[Mode, list[int]], size: Size) -> Any:
     for i, depth in enumerate(size.depths):
         for memory in MODES:
             peak = peaks[memory][i]
-            bar = Text("█" * max(1, round(WIDE * peak / most)), style=RICH[memory])
+            bar = Text("█" * max(1, round(WIDE * peak / most)), style=TERMINAL_COLOURS[memory])
             table.add_row(str(depth) if memory == MODES[0] else "", memory, format_bytes(peak), bar)
     return table

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
 
-FAULT, WRONG_USAGE = 1, 2
+FAULT, WRONG_USAGE, INTERRUPTED = 1, 2, 130
+_TRACEBACK = "RETROGRADE_TRACEBACK"  # an environment variable: show where an unforeseen error comes from
+UNFORESEEN = "This is a fault of retrograde"
 
 
 def fail(message: str, status: int) -> NoReturn:
@@ -41,10 +45,44 @@ def telling(what: str) -> Iterator[None]:
             yield
     except typer.Exit:  # a sentence was printed already
         raise
-    except Exception as error:  # whatever a user's code raises
-        frame = traceback.extract_tb(error.__traceback__)[-1]
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a user's code raises
         notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))  # which branch and block, for one
-        fail(f"{what} {type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno}){notes}", FAULT)
+        fail(f"{what} {type(error).__name__}: {error} ({_place(error)}){notes}", FAULT)
+
+
+def _place(error: BaseException) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(frame.filename).name}, line {frame.lineno}"
+
+
+def ending_in_a_sentence(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that ends with one line when it is interrupted, and when something happens that nobody foresaw."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        for name, value in kwargs.items():
+            if isinstance(value, (str, Path)) and "\0" in str(value):
+                fail(f"{name}: {str(value)!r} contains a NUL character, which no name or path can.", WRONG_USAGE)
+        try:
+            command(*args, **kwargs)
+        except (typer.Exit, typer.Abort, typer.BadParameter):
+            raise
+        except KeyboardInterrupt:
+            fail("Stopped.", INTERRUPTED)
+        except BrokenPipeError:  # the reader of a pipe has gone
+            raise
+        except Exception as error:
+            if os.environ.get(_TRACEBACK):
+                raise
+            fail(
+                f"retrograde {command.__name__}: {type(error).__name__}: {error} ({_place(error)}). {UNFORESEEN}: "
+                f"please report it, with what {_TRACEBACK}=1 in the environment shows.",
+                FAULT,
+            )
+
+    return run
 
 
 def show(table: Any, lines: Iterable[str]) -> None:

@@ -12,4 +12,6 @@ TargetName = Annotated[
     typer.Argument(help="module:factory, or path/to/file.py:factory. **It is run as Python.**", show_default=False),
 ]
 Plot = Annotated[Path | None, typer.Option(help="Write the picture to this file.", show_default=False)]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads on the CPU.", show_default="as many as torch uses")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, max=1024, help="Threads on the CPU.", show_default="as many as torch uses")
+]

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Annotated
 
 import torch
 import typer
 
-from retrograde.measure.formatting import parse_size
+from retrograde.measure.finite import UnmeasurableError, check_step
+from retrograde.measure.formatting import format_bytes, parse_size
 from retrograde.measure.stacks import stacks_of
 from retrograde.measure.targets import Target, TargetError, load
-from retrograde.measure.training_step import step_seconds
+from retrograde.planning import Planned, plan
+from retrograde.planning._compare import differ
 
-from ._bench_picture import Picture, table
+from ._bench_picture import PLAN, Picture, legend, table
 from ._bench_run import Row, Way, default_target, measure, ways_of
 from ._ending import FAULT, draw, ending_on, show, telling
 from ._measuring import on_threads, progress_bar
@@ -62,8 +65,8 @@ def bench(
     This command measures your model. `make bench` in the repository compares retrograde with RevTorch, MemCNN and
     others.
 
-    Exit status: 0 measured; 1 the model cannot be measured, or no plan fits; 2 wrong usage, or a target that cannot
-    be loaded.
+    Exit status: 0 measured; 1 the model cannot be measured (it makes NaN, for example), or no plan fits; 2 wrong
+    usage, or a target that cannot be loaded.
     """
     with ending_on(TargetError, ValueError):
         size = None if budget is None else parse_size(budget)
@@ -77,21 +80,34 @@ def bench(
         ways = [asdict(row) for row in rows]
         print(json.dumps({"model": loaded.name, **machine, "ways": ways, "left_out": refusals}))
     else:
-        show(table(rows, title), [f"The plan: {row.plan}" for row in rows if row.name == "plan"])
+        show(table(rows, title), legend(rows))
     for sentence in refusals:
         print(sentence, file=sys.stderr)
     draw(Picture(rows, title), plot)
 
 
 def _measure(target: Target, rounds: int, budget: int | None) -> tuple[list[Row], list[str]]:
-    from retrograde.planning import plan
-
     stacks = list(stacks_of(target.model).values())
-    with telling("Cannot measure: a training step raised"):
-        step_seconds(target.model, target.batch, target.loss)
+    cannot = "Cannot measure: "
+    with telling(f"{cannot}a training step raised"), ending_on(UnmeasurableError, status=FAULT, prefix=cannot):
+        check_step(target.model, target.batch, target.loss)
     ways = ways_of(stacks)
     with progress_bar() as tell:
-        if budget is not None:
-            planned = plan(target.model, target.batch, budget, loss=target.loss, progress=tell)
-            ways.append(Way("plan", {stacks[0]: planned.plan}, ways[0].on_grid))
-        return measure(target, ways, rounds, tell)
+        if budget is None:
+            return measure(target, ways, rounds, tell)
+        planned = plan(target.model, target.batch, budget, loss=target.loss, progress=tell)
+        ways.append(Way(PLAN, {stacks[0]: planned.plan}, ways[0].on_grid))
+        rows, refusals = measure(target, ways, rounds, tell)
+    return rows, [*refusals, *_about_the_plan(planned, rows[-1].peak)]
+
+
+def _about_the_plan(planned: Planned, peak: int) -> Iterator[str]:
+    """Where the plan's prediction and its measurement disagree."""
+    if planned.budget is not None and peak > planned.budget:
+        raise ValueError(
+            f"the plan breaks its budget. A step under it peaked at {format_bytes(peak)}, over "
+            f"{format_bytes(planned.budget)}: the model does something else in each step."
+        )
+    if differ(peak, planned.peak):
+        predicted = f"{format_bytes(peak)}, where {format_bytes(planned.peak)} was predicted"
+        yield f"The plan: prediction and measurement disagree. The peak is {predicted}."

@@ -23,7 +23,9 @@ def demo(
     quick: Annotated[
         bool, typer.Option("--quick", help="Run in seconds at small sizes, to check that it works.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="The seed of the weights, the batches and the sample.", min=0)] = 0,
+    seed: Annotated[
+        int, typer.Option(help="The seed of the weights, the batches and the sample.", min=0, max=2**63 - 1)
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the report, as JSON.")] = False,
 ) -> None:
     """Train a 48-block character transformer, and compare memory modes on it. Takes minutes on a CPU.
@@ -48,8 +50,6 @@ def demo(
         equal = _demonstrate(QUICK if quick else FULL, output, seed, as_json)
     except OSError as error:
         fail(f"--output {output}: {error.strerror or error}.", WRONG_USAGE)
-    except KeyboardInterrupt:
-        fail("Stopped.", 130)
     raise typer.Exit(0 if equal else 1)
 
 

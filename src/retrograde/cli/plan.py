@@ -15,7 +15,7 @@ from retrograde.measure.formatting import parse_size
 from retrograde.measure.stacks import the_stack
 from retrograde.measure.targets import TargetError, load
 
-from ._ending import FAULT, draw, ending_on, telling
+from ._ending import FAULT, draw, ending_on, fail, telling
 from ._measuring import on_threads, progress_bar
 from ._options import Plot, TargetName, Threads
 
@@ -48,8 +48,11 @@ def plan(
 
     In the training script: `stack.memory = rg.Plan.from_json(Path("plan.json").read_text())`.
 
-    Exit status: 0 a plan fits; 1 none does (the smallest possible budget is named), or the model has no stack; 2 wrong
-    usage.
+    The plan is chosen by counted work, so that the same model and batch give the same plan; times are measured. A plan
+    whose real step needs more than the budget is an error, and where prediction and measurement disagree, it says so.
+
+    Exit status: 0 a plan fits, when it is run too; 1 none does (the smallest possible budget is named), or the model
+    has no stack, or makes NaN; 2 wrong usage.
     """
     with ending_on(TargetError, ValueError), on_threads(threads):
         size = parse_size(budget)
@@ -61,17 +64,20 @@ def plan(
         options: dict[str, Any] = {"loss": loaded.loss, "stack": stack, "progress": tell}
         planned = planning.plan(loaded.model, loaded.batch, size, **options)
         comparison = planning.compare(loaded.model, loaded.batch, planned, **options)
-    if save is not None:
+    if save is not None and comparison.broken_budget() is None:
         with ending_on(OSError, prefix=f"--save {save}: "):
             save.parent.mkdir(parents=True, exist_ok=True)
             save.write_text(planned.plan.to_json() + "\n", encoding="utf-8")
     if as_json:
         rows = [asdict(row) for row in comparison.rows]
         costs = {"peak": planned.peak, "minimum": planned.minimum, "slowdown": comparison.slowdown, "ways": rows}
+        costs |= {"budget": planned.budget, "disagreements": comparison.disagreements()}
         print(json.dumps({**planned.plan.to_dict(), **costs}))
     else:
         print(_printable(f"{planned}\n\n{comparison.table()}"))
     draw(comparison, plot)
+    if (broken := comparison.broken_budget()) is not None:
+        fail(broken, FAULT)
 
 
 def _printable(text: str) -> str:
@@ -79,5 +85,5 @@ def _printable(text: str) -> str:
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
-        return text.replace("√n     ", "sqrt(n)")  # of the same width
+        return text.replace("checkpoint √n     ", "checkpoint sqrt(n)").replace("√n", "sqrt(n)")
     return text

@@ -14,9 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ._ending import FAULT, WRONG_USAGE, fail
-
-INTERRUPTED = 130
+from ._ending import FAULT, INTERRUPTED, WRONG_USAGE, fail
 
 
 def train(
@@ -106,7 +104,7 @@ def _run(
 
     config = read_config(path, overrides)
     if check:
-        _summary(config)
+        _summary(config, as_json)
         return False
     with _interrupts() as interrupted, _shown(config, as_json) as tell:
         result = run(config, Options(tell=tell, start=start, accept_changes=accept_changes, stop=interrupted))
@@ -115,15 +113,21 @@ def _run(
     return result.step < config.training.steps
 
 
-def _summary(config: Any) -> None:
+def _summary(config: Any, as_json: bool) -> None:
     from retrograde.training._data import read_corpus
-    from retrograde.training._loop import build_model
+    from retrograde.training._size import check_size, count_weights
 
     corpus = read_corpus(config.data)
-    weights = sum(p.numel() for p in build_model(config, corpus.vocabulary).parameters())
+    check_size(config, corpus.vocabulary.size)
+    weights = count_weights(config, corpus.vocabulary.size)
+    seen, unseen, size = len(corpus.seen), len(corpus.unseen), corpus.vocabulary.size
+    if as_json:
+        figures = {"training_tokens": seen, "evaluation_tokens": unseen, "vocabulary": size, "weights": weights}
+        print(json.dumps({"event": "check", "valid": True, **figures, "config": config.to_dict()}))
+        return
     print(
-        f"The configuration is valid: {len(corpus.seen):,} tokens to train on, {len(corpus.unseen):,} to evaluate on, "
-        f"{corpus.vocabulary.size:,} different ones; {config.model.depth} blocks, {weights:,} weights."
+        f"The configuration is valid: {seen:,} tokens to train on, {unseen:,} to evaluate on, {size:,} different ones; "
+        f"{config.model.depth} blocks, {weights:,} weights."
     )
 
 

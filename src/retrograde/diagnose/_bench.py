@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from retrograde.engine.preserve import preserve
 from retrograde.engine.torch_internals import tree_map
 from retrograde.measure.batches import arguments, detached_leaf, tensors_in
+from retrograde.measure.finite import check_has_values, first_non_finite, why_not_finite
 from retrograde.measure.loss import Loss, check_loss, default_loss
 from retrograde.measure.memory_tracker import Event, MemoryTracker
-from retrograde.measure.stacks import stacks_of
+from retrograde.measure.stacks import parameters_of, stacks_of
 from retrograde.memory import Mode, Plan
 from retrograde.network.step import Step
 from retrograde.sequence import ReversibleSequence
 
-from ._branches import parameters_of
 from ._report import ExaminationError, Peak
 from ._watch import StackLog, StackObserver, StackRun, Tell
 
@@ -42,7 +42,7 @@ class Setup:
 class Gradients:
     """The gradients of one run: of each parameter, and of what entered each stack."""
 
-    parameters: dict[nn.Parameter, Tensor]
+    parameters: dict[Tensor, Tensor]
     inputs: dict[ReversibleSequence, list[Tensor]]
 
 
@@ -52,7 +52,7 @@ class Run:
 
     loss: Tensor
     logs: dict[ReversibleSequence, StackLog]
-    parameters: Sequence[nn.Parameter]
+    parameters: Sequence[Tensor]
     batch: Sequence[Tensor]
 
     def gradients(self) -> Gradients:
@@ -100,6 +100,10 @@ class Bench:
     def __init__(self, model: nn.Module, batch: Any, loss: Loss | None) -> None:
         if not isinstance(model, nn.Module):
             raise ExaminationError(f"Give a torch.nn.Module, not a value of type {type(model).__name__}.")
+        try:
+            check_has_values(model, batch)
+        except ValueError as error:
+            raise ExaminationError(str(error)) from None
         self.model = model
         self.stacks = _in_a_sentence(stacks_of, model)
         self.steps = {step: words for name, stack in self.stacks.items() for step, words in _steps(name, stack)}
@@ -107,8 +111,7 @@ class Bench:
         self.output: tuple[tuple[int, ...], int] | None = None  # shape and bytes of the last output, if it is a tensor
         self._loss = loss
         self._arguments = arguments(batch)
-        inner = [p for step in self.steps for p in parameters_of(step)]
-        self.parameters = list(dict.fromkeys([*(p for p in model.parameters() if p.requires_grad), *inner]))
+        self.parameters = parameters_of(model)
 
     @property
     def reverses(self) -> bool:
@@ -192,11 +195,15 @@ class Bench:
         loss = self._loss(output) if self._loss is not None else _in_a_sentence(default_loss, output)
         loss = _in_a_sentence(check_loss, loss)
         if not bool(torch.isfinite(loss)):
-            raise ExaminationError(
-                f"The loss is {float(loss)}: the forward pass makes NaN or infinity outside of the reversible stacks, "
-                "or the loss itself does. Look at the batch and at the layers before and after the stack."
-            )
+            raise ExaminationError(why_not_finite(float(loss.detach()), self._non_finite()))
         return loss
+
+    def _non_finite(self) -> list[str]:
+        """Run the model once more, to see where NaN or infinity starts."""
+        with self.preserved(), first_non_finite(self.model) as where:
+            args, kwargs = tree_map(_own, self._arguments)
+            self.model(*args, **kwargs)
+        return where
 
 
 def _own(value: Any) -> Any:

@@ -28,11 +28,6 @@ def modules_of(step: Step) -> list[nn.Module]:
     return list(dict.fromkeys(v for v in (*reachable(step.branch), step.coupling) if isinstance(v, nn.Module)))
 
 
-def parameters_of(step: Step) -> list[nn.Parameter]:
-    parameters = (p for module in modules_of(step) for p in module.parameters() if p.requires_grad)
-    return list(dict.fromkeys(parameters))
-
-
 def named_modules_of(step: Step) -> list[tuple[str, nn.Module]]:
     """Every module in a step's branch and coupling, by its path from there."""
     seen: set[nn.Module] = set()

@@ -110,7 +110,9 @@ def in_words(what: str) -> Iterator[None]:
             yield
     except ExaminationError as error:
         raise ExaminationError(" ".join(str(error).split())) from None  # Python 3.10 has notes in the message
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a user's code raises
         message = " ".join(" ".join([str(error) or "no message", *getattr(error, "__notes__", ())]).split())
         raise ExaminationError(f"{what} raised {type(error).__name__}: {message}") from error
 

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from retrograde.measure.formatting import format_bytes
-from retrograde.measure.pictures import new_figure, unit_of
+from retrograde.measure.pictures import FAULT, PARTS, new_figure, style_of, unit_of
 
 from ._profile import KINDS, ModeProfile, Profile
 
-_COLOURS = ("#8fb996", "#b0b0b0", "#d08c3c", "#2b6cb0")  # of KINDS
-_PEAK = "#c53030"
 _POINTS = 3000  # of a timeline that are drawn
 
 _PAGE = """<!doctype html>
@@ -84,27 +82,33 @@ def _over_time(ax: Any, mode: ModeProfile, size: int) -> None:
     every = max(1, count // _POINTS)
     chosen = sorted({*range(0, count, every), *([mode.top] if count else [])})
     heights = [[mode.timeline[i][k] / size for i in chosen] for k in range(len(KINDS))]
-    ax.stackplot(chosen, heights, colors=_COLOURS, labels=KINDS, step="post", linewidth=0)
+    ax.stackplot(chosen, heights, colors=PARTS, labels=KINDS, step="post", linewidth=0)
     ax.axvline(mode.turn, color="#555555", lw=1, ls=":")
     ax.annotate("backward →", (mode.turn, 0.985), xycoords=("data", "axes fraction"), xytext=(4, 0),
                 textcoords="offset points", va="top", fontsize=8, color="#555555")  # fmt: skip
     late = mode.top > 0.6 * count
-    ax.vlines(mode.top, 0, mode.peak / size, color=_PEAK, lw=0.8, zorder=3)  # a peak may be too brief to be seen
-    ax.plot([mode.top], [mode.peak / size], marker="v", color=_PEAK, ms=7, clip_on=False, zorder=4)
+    ax.vlines(mode.top, 0, mode.peak / size, color=FAULT, lw=0.8, zorder=3)  # a peak may be too brief to be seen
+    ax.plot([mode.top], [mode.peak / size], marker="v", color=FAULT, ms=7, clip_on=False, zorder=4)
     ax.annotate(
         f"{format_bytes(mode.peak)}\n{mode.where}", (mode.top, mode.peak / size), xytext=(-7 if late else 7, 5),
-        textcoords="offset points", fontsize=8.5, color=_PEAK, ha="right" if late else "left", zorder=4,
+        textcoords="offset points", fontsize=8.5, color=FAULT, ha="right" if late else "left", zorder=4,
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1},
     )  # fmt: skip
-    ax.set_title(f'memory="{mode.memory}"', fontsize=11)
+    ax.set_title(f'memory="{mode.memory}"', fontsize=11, color=style_of(mode.memory)[0], fontweight="bold")
     ax.set(xlabel="tensors made and freed, in order", xlim=(0, max(1, count)))
     ax.grid(alpha=0.2)
 
 
 def _by_block(ax: Any, mode: ModeProfile, size: int) -> None:
     numbers = range(len(mode.blocks))
-    ax.bar(numbers, [b.peak / size for b in mode.blocks], color=_COLOURS[3], alpha=0.85, label="peak, going backward")
-    ax.bar(numbers, [b.saved / size for b in mode.blocks], color="#444444", width=0.5, label="saved, going forward")
+    ax.bar(
+        numbers,
+        [b.peak / size for b in mode.blocks],
+        color=style_of(mode.memory)[0],
+        alpha=0.75,
+        label="peak, going backward",
+    )
+    ax.bar(numbers, [b.saved / size for b in mode.blocks], color=PARTS[1], width=0.5, label="saved, going forward")
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set_xlabel("block")
     ax.grid(alpha=0.2, axis="y")

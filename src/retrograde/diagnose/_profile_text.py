@@ -16,9 +16,8 @@ def explain(mode: ModeProfile, modes: Sequence[ModeProfile], output: Output | No
     if not mode.peak:
         return "Nothing is alive beyond parameters, gradients and the batch.", ""
     kind = max(KINDS, key=mode.bytes_of)
-    few = sum(block.saved > 0 for block in mode.blocks) <= 2  # the last streams and the graph of their step
     in_blocks, elsewhere = mode.bytes_of(SAVED, OWN), max(mode.bytes_of(BEFORE), mode.bytes_of(AFTER))
-    if kind == OWN or (mode.needs_inverse and few and in_blocks > elsewhere):
+    if kind == OWN or (_is_flat(mode) and in_blocks > elsewhere):
         return _own(mode)
     if kind == SAVED:
         return _saved(mode, modes)
@@ -26,8 +25,21 @@ def explain(mode: ModeProfile, modes: Sequence[ModeProfile], output: Output | No
         return _after(mode, output)
     return (
         f"The peak is what comes before the blocks ({_of_peak(mode, BEFORE)}), not the blocks.",
-        "Depth costs nothing here: make the batch or the first layers' output smaller, or put them into a checkpoint.",
+        f"{_growth(mode)} Make the batch or the first layers' output smaller, or put them into a checkpoint.",
     )
+
+
+def _is_flat(mode: ModeProfile) -> bool:
+    """Whether more blocks would save nothing more: only the last streams and the graph of their step are saved."""
+    return mode.needs_inverse and sum(block.saved > 0 for block in mode.blocks) <= 2
+
+
+def _growth(mode: ModeProfile) -> str:
+    """Whether the memory grows with depth, and by how much."""
+    if _is_flat(mode):
+        return "It does not grow with depth."
+    saving = sorted(block.saved for block in mode.blocks[:-1] if block.saved)  # the last one keeps a graph too
+    return f"It grows with depth{f', by {format_bytes(saving[len(saving) // 2])} per block' if saving else ''}."
 
 
 def _saved(mode: ModeProfile, modes: Sequence[ModeProfile]) -> tuple[str, str]:
@@ -49,8 +61,8 @@ def _own(mode: ModeProfile) -> tuple[str, str]:
     return (
         f"The peak is one block's own step and its streams, {place} going {direction} "
         f"({_of_peak(mode, OWN, SAVED)}; most of it from {', '.join(operators)}).",
-        "It does not grow with depth. A wide branch can run a part at a time: retrograde.models.ChunkedFeedForward; or "
-        "make the batch smaller.",
+        f"{_growth(mode)} A wide branch can run a part at a time: retrograde.models.ChunkedFeedForward; or make the "
+        "batch smaller.",
     )
 
 
@@ -58,7 +70,7 @@ def _after(mode: ModeProfile, output: Output | None) -> tuple[str, str]:
     largest = max(mode.bytes_of(SAVED), mode.bytes_of(OWN), mode.bytes_of(BEFORE))
     if output is not None and output[1] * 2 > largest and output[1] * 4 > mode.bytes_of(AFTER):
         shape = " × ".join(map(str, output[0]))
-        flat = " More blocks would cost nothing." if mode.needs_inverse and mode.peak > 2 * largest else ""
+        flat = " More blocks would cost nothing." if _is_flat(mode) and mode.peak > 2 * largest else ""
         return (
             f"The peak is the output ({shape}, {format_bytes(output[1])}) and what the loss makes of it "
             f"({_of_peak(mode, AFTER)}), not the blocks.",

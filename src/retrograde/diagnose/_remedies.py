@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from retrograde.measure.stacks import parameters_of
 from retrograde.memory import Plan
 from retrograde.network.step import Step, StepError
 from retrograde.sequence import ReversibleSequence
 
 from ._bench import Bench, Gradients, Look, Setup
-from ._branches import parameters_of
 from ._compare import compared, worst
 from ._report import Figures, Peak, StackReport, Suggestion, Untried
 from ._watch import DriftObserver, SameDecisions, StackLog

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrograde.network.reachable import reachable
+from retrograde.network.reachable import leaves_reached, reachable
 
 from . import rng
 from .module_state import generators_of
@@ -43,22 +43,29 @@ def preserve(*parts: nn.Module, devices: Iterable[torch.device] = ()) -> Iterato
 class StateSnapshot:
     """The state of some named modules and generators now. `restore` brings it back."""
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]], generators: Iterable[Any]) -> None:
+    def __init__(
+        self, modules: Iterable[tuple[str, nn.Module]], generators: Iterable[Any], leaves: Iterable[Tensor] = ()
+    ) -> None:
         self._modules = [_ModuleState(name, module) for name, module in modules]
         self._generators = [(g, rng.read(g)) for g in generators]
+        self._gradients = [(leaf, leaf.grad) for leaf in leaves]
 
     @classmethod
     def of(cls, parts: Sequence[nn.Module], devices: Iterable[torch.device] = ()) -> StateSnapshot:
         """The state of all modules in some parts, and of all generators that a run of them may draw from."""
         of_parameters = (p.device for part in parts for p in part.parameters())
         modules, generators = reached(parts, (*devices, *of_parameters))
-        return cls([("", module) for module in modules], generators)
+        branches = (vars(module).get("branch") for module in modules)  # those that are functions
+        leaves = [leaf for branch in branches if branch is not None for leaf in leaves_reached(branch)]
+        return cls([("", module) for module in modules], generators, leaves)
 
     def restore(self) -> None:
         for generator, state in self._generators:
             rng.write(generator, state)
         for module in self._modules:
             module.restore()
+        for leaf, gradient in self._gradients:
+            leaf.grad = gradient
 
     def changed_buffers(self) -> list[str]:
         return [name for state in self._modules for name in state.changed_buffers()]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
+_LARGEST = 2.0**80  # a million petabytes
+
 
 def parse_size(size: int | float | str) -> int:
     """The bytes that a number or a text such as "8GiB", "500 MB" or "1.5g" means; with an i a step is 1024.
@@ -22,6 +24,8 @@ def parse_size(size: int | float | str) -> int:
         count = size
     if not count > 0:
         raise ValueError(f"A size must be above 0 bytes, not {size}.")
+    if count > _LARGEST:
+        raise ValueError(f"A size of {len(str(size))} digits is more than any machine has; write 8GiB, for example.")
     return int(count)
 
 

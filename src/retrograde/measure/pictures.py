@@ -1,4 +1,7 @@
-"""What the pictures of all tools share: one colour per memory mode, the unit of an axis, time over peak memory."""
+"""What the pictures of all tools share: one colour per memory mode, the unit of an axis, time over peak memory.
+
+The colours of memory modes are those of nothing else: parts of memory and errors have others.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,9 @@ _STYLES = {  # colour and marker of a way to train; what it is called starts wit
     "offload": ("#805ad5", "X"),
 }
 _PLAN = ("#c53030", "*")  # of several modes
+PARTS = ("#5ab4ac", "#d8c24a", "#d9899c", "#4c566a")  # of the memory of a step: before, saved, after, own
+DRIFT, GRADIENT, FAULT = "#1b7f79", "#b5305a", "#c53030"
+TERMINAL_COLOURS = {"store": "bright_black", "checkpoint": "yellow", "reverse": "blue"}  # the nearest that all have
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("bytes", 1))
 _MEBI = 1 << 20
 

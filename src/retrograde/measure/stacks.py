@@ -1,9 +1,11 @@
-"""The reversible stacks in a model."""
+"""The reversible stacks in a model, and all parameters that it trains."""
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
+from retrograde.network.reachable import leaves_reached
+from retrograde.network.step import Step
 from retrograde.sequence import ReversibleSequence
 
 
@@ -22,6 +24,16 @@ def stacks_of(model: nn.Module) -> dict[str, ReversibleSequence]:
             "retrograde.adapters.install(name) before that is imported."
         )
     return stacks
+
+
+def parameters_of(part: nn.Module) -> list[Tensor]:
+    """What gets a gradient in a model, a block or a step: its own parameters, and those that its branches reach.
+
+    A branch may be a function of layers that belong to another module, as those of a converted model are.
+    """
+    own = (p for p in part.parameters() if p.requires_grad)
+    reached = (leaf for m in part.modules() if isinstance(m, Step) for leaf in leaves_reached(m.branch))
+    return list(dict.fromkeys([*own, *reached]))
 
 
 def the_stack(model: nn.Module, name: str | ReversibleSequence | None = None) -> ReversibleSequence:

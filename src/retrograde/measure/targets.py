@@ -55,7 +55,9 @@ def load(text: str, **sizes: int) -> Target:
         raise TargetError(f"{text} is a value of type {type(factory).__name__}, not a function. {CONTRACT}.")
     try:
         made = factory(**sizes)
-    except Exception as error:  # whatever a user's code raises
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a user's code raises, sys.exit() too
         _give_up(f"{text} raised", error)
     return as_target(text, made)
 
@@ -63,7 +65,7 @@ def load(text: str, **sizes: int) -> Target:
 def split_target(text: str) -> tuple[str, str]:
     """The file or module, and the name of the factory."""
     place, separator, name = text.rpartition(":")
-    if not separator or not place or not name.isidentifier():
+    if not separator or not place or not name.isidentifier() or "\0" in place:
         raise TargetError(
             f"{text!r} does not name a factory. Write module:factory or path/to/file.py:factory, as in "
             "my_model.py:make."
@@ -101,7 +103,9 @@ def _from_file(path: Path) -> ModuleType:
         sys.path.insert(0, str(path.resolve().parent))  # its neighbours can be imported, as when it is run
         sys.modules[path.stem] = module
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever a user's code raises
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a user's code raises, sys.exit() too
         _give_up(f"{path} could not be run:", error)
     return module
 
@@ -110,14 +114,16 @@ def _from_name(name: str) -> ModuleType:
     sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(name)
-    except Exception as error:  # whatever a user's code raises
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a user's code raises, sys.exit() too
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{name}.".startswith(f"{missing}."):
             raise TargetError(f"There is no module {missing!r}. Is it a file? Write {name}.py with its path.") from None
         _give_up(f"{name} could not be imported:", error)
 
 
-def _give_up(what: str, error: Exception) -> NoReturn:
+def _give_up(what: str, error: BaseException) -> NoReturn:
     """Say what a user's code raised, and in which line."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(frame.filename).name}, line {frame.lineno}"

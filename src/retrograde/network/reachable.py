@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 Place = tuple[Any, Any, Any]
 """A dictionary or list, a key in it, and what is there; the first two are None for what a function closes over."""
@@ -30,6 +30,15 @@ def reachable(branch: Callable[..., Any]) -> Iterable[Any]:
             reached[id(value)] = value
             todo.extend(_held_by(value))
     return reached.values()
+
+
+def leaves_reached(branch: Callable[..., Any]) -> list[Tensor]:
+    """The tensors that get a gradient in a branch: its modules' parameters, and those that it closes over."""
+    leaves: dict[Tensor, None] = {}
+    for value in reachable(branch):
+        tensors = value.parameters() if isinstance(value, nn.Module) else [value] if isinstance(value, Tensor) else ()
+        leaves |= dict.fromkeys(t for t in tensors if t.requires_grad and t.is_leaf)
+    return list(leaves)
 
 
 def read_by_functions(functions: Iterable[Any]) -> Iterator[Place]:

@@ -21,7 +21,9 @@ from retrograde.measure import MemoryTracker
 from retrograde.measure.batches import detached_leaf
 from retrograde.measure.device_memory import accelerator_of
 from retrograde.measure.timing import wait_for_devices
-from retrograde.memory import MemoryMode
+from retrograde.measure.training_step import clear_gradients
+from retrograde.measure.work_counter import WorkCounter
+from retrograde.memory import STORE, MemoryMode
 from retrograde.network.block import Block
 from retrograde.network.step import StreamName
 from retrograde.network.streams import Streams
@@ -71,13 +73,15 @@ class BlockAlone:
 
     Attributes:
         own: its parameters that no block after it shares.
+        parameters: all of them, those of other modules that its branches reach among them.
         keep_last_graph: whether it keeps the graph of its last step, as the last block of a chain does.
     """
 
     block: Block
     streams: Streams
     around: Surroundings
-    own: list[nn.Parameter]
+    own: list[Tensor]
+    parameters: list[Tensor]
     keep_last_graph: bool = False
 
     @cached_property
@@ -95,25 +99,47 @@ class BlockAlone:
             computed = [leaf * 1 for leaf in leaves]
         return tuple(computed[position] for position in positions)
 
-    def seconds(self, mode: MemoryMode) -> float:
-        self._clear()
-        inputs = self._inputs()
-        wait_for_devices(inputs)
-        start = time.perf_counter()
+    def _step(self, inputs: Streams, mode: MemoryMode) -> None:
+        """Forward and backward."""
         outputs, losses = self.around.run(self.block, inputs, mode, keep_last_graph=self.keep_last_graph)
         ends = [o for o in (*outputs, *losses) if o.requires_grad]
         if ends:
             torch.autograd.backward(ends, [torch.ones_like(o) for o in ends])
+
+    def seconds(self, mode: MemoryMode) -> float:
+        self.clear()
+        inputs = self._inputs()
+        wait_for_devices(inputs)
+        start = time.perf_counter()
+        self._step(inputs, mode)
         wait_for_devices(inputs)
         return time.perf_counter() - start
 
+    def work(self, mode: MemoryMode) -> float:
+        """What a step takes, counted: see `WorkCounter`."""
+        self.clear()
+        inputs = self._inputs()
+        counter = WorkCounter()
+        with counter:
+            self._step(inputs, mode)
+        return counter.seconds
+
+    def trained(self) -> list[Tensor]:
+        """The parameters that get a gradient in a step."""
+        self.clear()
+        self._step(self._inputs(), STORE)
+        trained = [p for p in self.parameters if p.grad is not None]
+        self.clear()
+        return trained
+
     def bytes(self, mode: MemoryMode) -> tuple[int, int, int, int, int, int]:
         """Saved for the backward, how much of that is input and output, both peaks, and what autocast caches."""
-        self._clear()
+        self.clear()
         # The outputs are not always the block's own: a chain counts its last streams and a reversed part's end.
         ends_count_elsewhere = self.keep_last_graph or mode.needs_inverse
-        shared = set(self.block.parameters()) - set(self.own)
-        with MemoryTracker(ignore=[self.block, *self.distinct[0]], kind=accelerator_of(self.streams)) as memory:
+        shared = set(self.parameters) - set(self.own)
+        ignored: list[Tensor | nn.Module] = [self.block, *self.parameters, *self.distinct[0]]
+        with MemoryTracker(ignore=ignored, kind=accelerator_of(self.streams)) as memory:
             with memory.phase("forward") as forward:
                 inputs = self._inputs()
                 alive_inputs = _AliveStorages(inputs)
@@ -130,12 +156,11 @@ class BlockAlone:
             with memory.phase("backward") as backward, _dropping_gradients(shared):
                 if loss.requires_grad:
                     loss.backward()
-        self._clear()
+        self.clear()
         return saved, saved_input, saved_output, forward.peak, backward.peak, cached
 
-    def _clear(self) -> None:
-        for tensor in (*self.distinct[0], *self.around.leaves(), *self.block.parameters()):
-            tensor.grad = None
+    def clear(self) -> None:
+        clear_gradients([*self.distinct[0], *self.around.leaves(), *self.parameters])
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:
@@ -166,10 +191,9 @@ class _AliveStorages:
         return sum(size for storage, size in self._storages if storage() is not None)
 
 
-def _dropping_gradients(parameters: Iterable[nn.Parameter]) -> ExitStack:
+def _dropping_gradients(parameters: Iterable[Tensor]) -> ExitStack:
     """Drop the gradients of some parameters as soon as they are there: a block after this one counts them already."""
     hooks = ExitStack()
     for parameter in parameters:
-        if parameter.requires_grad:
-            hooks.enter_context(parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)))
+        hooks.enter_context(parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)))
     return hooks

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from retrograde.engine.exactness import grid_placements, placed_on_grid
 from retrograde.engine.preserve import preserve
 from retrograde.measure.batches import detached_leaf
+from retrograde.measure.stacks import parameters_of
 from retrograde.measure.timing import Progress, rounds
 from retrograde.memory import MODES, REVERSE, SELECTIVE, STORE, MemoryMode, Mode
 from retrograde.network.block import Block
 from retrograde.network.streams import Streams
 from retrograde.sequence import ReversibleSequence
 
+from ._block_kinds import exact_kind, kind
 from ._block_run import BlockAlone, Surroundings, bytes_of
-from ._costs import BlockCost, ModeCost
+from ._costs import BlockCost, ModeCost, no_faster_than_storing
 
 
 def measure_blocks(
@@ -28,33 +29,59 @@ def measure_blocks(
 ) -> tuple[list[BlockCost], dict[Mode, ModeCost], Streams]:
     """The costs of every block, those of the last one with the graph of its last step kept, and the last streams.
 
-    Blocks of the same modules, shapes and context are measured once.
+    Equal blocks are measured once.
     """
     blocks = list(stack)
-    own = _own_parameters(blocks)
-    placements = grid_placements(blocks, range(len(blocks)), stack.names)
-    by_kind: dict[Hashable, dict[Mode, ModeCost]] = {}
+    own = _own_parameters(stack, streams, around)
+    measurer = _Measurer()
     costs: list[BlockCost] = []
     last: dict[Mode, ModeCost] = {}
+    for i, alone in enumerate(_blocks_alone(stack, streams, around)):
+        alone = replace(alone, own=own[i])
+        progress(f"block {i}", i, len(blocks))
+        modes = measurer.all_modes(alone)
+        if i == len(blocks) - 1:
+            last = measurer.all_modes(replace(alone, keep_last_graph=True))
+        gradients = sum(p.numel() * p.element_size() for p in own[i])
+        costs.append(BlockCost(bytes_of(alone.streams), gradients, modes, _same_as(modes)))
+    progress("blocks", len(blocks), len(blocks))
+    with preserve(alone.block):
+        outputs, _ = around.run(alone.block, alone.streams, STORE)
+    return costs, last, tuple(map(detached_leaf, outputs))
+
+
+def _blocks_alone(stack: ReversibleSequence, streams: Streams, around: Surroundings) -> Iterator[BlockAlone]:
+    """Each block with its real input. Only the streams between two blocks are alive at a time."""
+    blocks = list(stack)
+    placements = grid_placements(blocks, range(len(blocks)), stack.names)
     for i, block in enumerate(blocks):
         if i in placements:
             with torch.enable_grad():
                 streams = tuple(map(detached_leaf, placed_on_grid(i, placements[i], streams, [])))
-        alone = BlockAlone(block, streams, around, own[i])
-        kind = _kind_of(alone)
-        if kind not in by_kind:
-            progress(f"block {i}", i, len(blocks))
-            by_kind[kind] = _all_modes(alone)
-        if i == len(blocks) - 1:
-            last = _all_modes(replace(alone, keep_last_graph=True))
-        gradients = sum(p.numel() * p.element_size() for p in own[i])
-        costs.append(BlockCost(bytes_of(streams), gradients, by_kind[kind], _same_as(by_kind[kind])))
-        with preserve(block):
-            outputs, _ = around.run(block, streams, STORE)
-        streams = tuple(map(detached_leaf, outputs))
-        del outputs
-    progress("blocks", len(blocks), len(blocks))
-    return costs, last, streams
+        parameters = parameters_of(block)
+        yield BlockAlone(block, streams, around, parameters, parameters)
+        if i + 1 < len(blocks):
+            with preserve(block):
+                outputs, _ = around.run(block, streams, STORE)
+            streams = tuple(map(detached_leaf, outputs))
+            del outputs
+
+
+def _own_parameters(stack: ReversibleSequence, streams: Streams, around: Surroundings) -> list[list[Tensor]]:
+    """For each block the parameters whose gradients it is the first to make in a backward pass.
+
+    Only those that it uses: a branch may reach the parameters of all blocks, in a list.
+    """
+    trained = []
+    for alone in _blocks_alone(stack, streams, around):
+        with preserve(alone.block):
+            trained.append(alone.trained())
+    seen: set[Tensor] = set()
+    own: list[list[Tensor]] = []
+    for parameters in reversed(trained):
+        own.append([p for p in parameters if p not in seen])
+        seen.update(parameters)
+    return own[::-1]
 
 
 def _allowed_modes(block: Block, streams: Streams) -> dict[Mode, MemoryMode]:
@@ -68,55 +95,46 @@ def _allowed_modes(block: Block, streams: Streams) -> dict[Mode, MemoryMode]:
     return {name: mode for name, mode in MODES.items() if is_allowed(mode)}
 
 
-def _all_modes(alone: BlockAlone) -> dict[Mode, ModeCost]:
-    """The costs of every mode that the block allows."""
-    modes = _allowed_modes(alone.block, alone.streams)
-    with preserve(alone.block):
+@dataclass(frozen=True)
+class _Measurer:
+    """Measures blocks in every mode that they allow; equal ones once.
+
+    Blocks of one exact kind are equal in everything. Those of one kind may differ in a number, such as their own index:
+    they count as equal if they also need the same bytes and do the same work in every mode, and are timed once.
+    """
+
+    by_exact_kind: dict[Hashable, dict[Mode, ModeCost]] = field(default_factory=dict)
+    times: dict[Hashable, dict[Mode, float]] = field(default_factory=dict)
+
+    def all_modes(self, alone: BlockAlone) -> dict[Mode, ModeCost]:
+        block_kind = exact_kind(alone)
+        if block_kind not in self.by_exact_kind:
+            with preserve(alone.block):
+                self.by_exact_kind[block_kind] = self._measured(alone)
+        return self.by_exact_kind[block_kind]
+
+    def _measured(self, alone: BlockAlone) -> dict[Mode, ModeCost]:
+        modes = _allowed_modes(alone.block, alone.streams)
         for mode in modes.values():
             alone.seconds(mode)  # a first replay takes more than later ones: it inspects everything
         sizes = {name: alone.bytes(mode) for name, mode in modes.items()}
+        work = {name: alone.work(mode) for name, mode in modes.items()}
         if SELECTIVE.name in modes and sizes[SELECTIVE.name] == sizes[REVERSE.name]:  # nothing expensive to save
             del modes[SELECTIVE.name]
-        seconds: dict[Mode, float] = dict.fromkeys(modes, math.inf)
-        for _ in rounds():
-            for name, mode in modes.items():
-                seconds[name] = min(seconds[name], alone.seconds(mode))
-    return {name: ModeCost(seconds[name], *sizes[name]) for name in modes}
+        equals = (kind(alone), tuple(sizes.items()), tuple(work.items()))
+        if equals not in self.times:
+            self.times[equals] = _least_seconds(alone, modes)
+        seconds = self.times[equals]
+        return no_faster_than_storing({name: ModeCost(seconds[name], *sizes[name], work=work[name]) for name in modes})
+
+
+def _least_seconds(alone: BlockAlone, modes: dict[Mode, MemoryMode]) -> dict[Mode, float]:
+    seconds: dict[Mode, float] = dict.fromkeys(modes, math.inf)
+    for _ in rounds():
+        for name, mode in modes.items():
+            seconds[name] = min(seconds[name], alone.seconds(mode))
+    return seconds
 
 
 def _same_as(modes: dict[Mode, ModeCost]) -> dict[Mode, Mode]:
     return {SELECTIVE.name: REVERSE.name} if REVERSE.name in modes and SELECTIVE.name not in modes else {}
-
-
-def _kind_of(alone: BlockAlone) -> Hashable:
-    """What two blocks that cost the same have in common."""
-    own, block = set(alone.own), alone.block
-    modules = tuple((type(m).__qualname__, m.training, _settings(m)) for m in block.modules())
-    parameters = tuple((tuple(p.shape), p.dtype, p.requires_grad, p in own) for p in block.parameters())
-    steps = tuple((_code(step.branch), repr(step.coupling)) for step in block.each_step())
-    shapes = tuple((tuple(s.shape), s.dtype, s.requires_grad) for s in alone.streams)
-    return modules, parameters, steps, shapes, tuple(alone.distinct[1])
-
-
-def _settings(module: nn.Module) -> Hashable:
-    """The plain attributes of a module: its number of heads, its window, its probability of dropping."""
-    plain = (bool, int, float, str, torch.dtype, type(None))
-    attributes = {name: value if isinstance(value, tuple) else (value,) for name, value in vars(module).items()}
-    return tuple((name, value) for name, value in attributes.items() if all(isinstance(part, plain) for part in value))
-
-
-def _code(branch: Any) -> Hashable:
-    """Of a branch that is no module: what it runs, or itself if it closes over something."""
-    if isinstance(branch, nn.Module):
-        return None
-    return id(branch if getattr(branch, "__closure__", None) else getattr(branch, "__code__", branch))
-
-
-def _own_parameters(blocks: Sequence[Block]) -> list[list[nn.Parameter]]:
-    """For each block the parameters whose gradients it is the first to make in a backward pass."""
-    seen: set[nn.Parameter] = set()
-    own: list[list[nn.Parameter]] = []
-    for block in reversed(blocks):
-        own.append([p for p in block.parameters() if p.requires_grad and p not in seen])
-        seen.update(own[-1])
-    return own[::-1]

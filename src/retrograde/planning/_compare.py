@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,7 +29,15 @@ from ._measure import following, measured
 from ._planner import Planned, pareto
 
 _STORE, _EACH, _SEGMENTS = "store", "checkpoint each block", "checkpoint √n"
+_PLAN = "this budget's plan"
 _STEADY = 0.1  # by how much a machine's speed may change between two measurements
+_PEAK_OFF, _TIME_OFF = 0.05, 0.25  # by how much a measured figure may differ from the predicted one, relatively
+_WORDS = """
+store: all activations are stored, as autograd does
+checkpoint each block: the input of every block is saved, and the block runs again in the backward pass
+checkpoint √n: the same for groups of √n of the n blocks, as with torch's checkpoint_sequential
+reverse: the input of every block is recomputed from its output, and the block runs again
+Peaks are of everything that a step allocates, the parameters' gradients included; times are ratios to store."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,7 @@ class Comparison:
     rows: tuple[Row, ...]
     chain: ChainCost
     slowdown: float = 1.0
+    budget: int | None = None
 
     @cached_property
     def curve(self) -> tuple[Planned, ...]:
@@ -65,13 +75,28 @@ class Comparison:
 
     def table(self) -> str:
         head = f"{'':<22} {'peak':>10} {'predicted':>10} {'time':>6} {'predicted':>9}  plan"
-        lines = [head, *(_line(row) for row in self.rows)]
+        lines = [head, *(_line(row) for row in self.rows), _WORDS, *self.disagreements()]
         if max(self.slowdown, 1 / self.slowdown) > 1 + _STEADY:
             lines.append(
                 f"The machine changed its speed: storing everything took x{self.slowdown:.2f} of what it took when the "
                 "plan was made, which is what predicted times refer to. Run it again."
             )
         return "\n".join(lines)
+
+    def disagreements(self) -> list[str]:
+        """A sentence for each figure that was predicted clearly otherwise than it was measured."""
+        return [sentence for row in self.rows for sentence in _disagreements(row)]
+
+    def broken_budget(self) -> str | None:
+        """The sentence for a plan that took more than its budget when it was run; None if it did not."""
+        peak = next((row.peak for row in self.rows if row.name == _PLAN), None)
+        if peak is None or self.budget is None or peak <= self.budget:
+            return None
+        return (
+            f"The plan breaks its budget: a real step peaked at {format_bytes(peak)} ({peak} bytes), over the "
+            f"{format_bytes(self.budget)} of the budget. The model does something else in each step; give a smaller "
+            "budget, or choose its memory by hand."
+        )
 
     def plot(self, path: str | Path) -> Path:
         """Time over peak memory, as a picture: points are measured, the curve is predicted. Needs matplotlib."""
@@ -94,6 +119,21 @@ def _line(row: Row) -> str:
     predicted = "" if row.predicted_peak is None else format_bytes(row.predicted_peak)
     ratio, predicted_ratio = ("" if r is None else f"x{r:.2f}" for r in (row.ratio, row.predicted_ratio))
     return f"{row.name:<22} {peak:>10} {predicted:>10} {ratio:>6} {predicted_ratio:>9}  {row.plan}"
+
+
+def _disagreements(row: Row) -> Iterator[str]:
+    if row.peak is not None and row.predicted_peak is not None and differ(row.peak, row.predicted_peak):
+        peaks = f"{format_bytes(row.peak)}, where {format_bytes(row.predicted_peak)} was predicted"
+        yield f"{row.name}: prediction and measurement disagree. The peak is {peaks}."
+    ratio, predicted = row.ratio, row.predicted_ratio
+    if ratio is not None and predicted is not None and differ(ratio, predicted, _TIME_OFF):
+        ratios = f"x{ratio:.2f}, where x{predicted:.2f} was predicted"
+        yield f"{row.name}: prediction and measurement disagree. The time is {ratios}."
+
+
+def differ(measured: float, predicted: float, tolerance: float = _PEAK_OFF) -> bool:
+    """Whether a measured figure is further from the predicted one than predictions of its kind are."""
+    return abs(measured - predicted) > tolerance * abs(predicted)
 
 
 def compare(
@@ -132,7 +172,7 @@ def compare(
         )
         for name, plan in ways.items()
     ]
-    return Comparison(tuple(rows), chain, base / stored.seconds)
+    return Comparison(tuple(rows), chain, base / stored.seconds, planned.budget)
 
 
 def _ways(planned: Planned, stack: ReversibleSequence) -> dict[str, Plan]:
@@ -143,7 +183,7 @@ def _ways(planned: Planned, stack: ReversibleSequence) -> dict[str, Plan]:
     if "reverse" in uniform:
         is_whole = all("reverse" in block.modes for block in chain.blocks)
         ways["reverse" if is_whole else "reverse where possible"] = Plan(uniform["reverse"], chain.anchors)
-    return {**ways, "this budget's plan": planned.plan}
+    return {**ways, _PLAN: planned.plan}
 
 
 class _SegmentTape(CheckpointTape):

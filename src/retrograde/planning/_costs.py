@@ -16,7 +16,12 @@ NOTE [The time of a plan]
  itself pays for the set-up of a call, which a chain pays for once, and reuses memory that it freed a moment ago,
  where a chain of stored blocks allocates new memory for each. So whole steps are timed with all blocks in one mode,
  for each mode, and the blocks' times in that mode are scaled to add up to it. The blocks' own times decide only
- how a step's time divides between blocks that differ.
+ how a step's time divides between blocks that differ. No mode is faster than storing: it does all that, and more.
+
+NOTE [What a plan is chosen by]
+ Not by these times, which differ from run to run, but by work: operators are counted, so that equal inputs give equal
+ plans on any machine, however busy it is. Equal blocks have equal costs. And a mode that changes from one block to the
+ next must be worth it: by `change`, a hundredth of the work of storing, per change. The times are for the prediction.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from retrograde.memory import Mode, mode_named
+from retrograde.memory import STORE, Mode, mode_named
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class ModeCost:
         backward_peak: the most bytes during its backward: what it saved, the streams' gradients and those of its
             parameters included.
         cached: the casts of weights that only autocast's cache keeps alive, until the end of the forward pass.
+        work: what forward and backward do, counted (see `retrograde.measure.work_counter`); None where it is unknown.
     """
 
     seconds: float
@@ -53,6 +59,7 @@ class ModeCost:
     forward_peak: int
     backward_peak: int
     cached: int = 0
+    work: float | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,7 @@ class ChainCost:
         anchors: blocks before which the streams are saved in any case.
         last: the costs of the last block, which keeps the graph of its last step.
         context: bytes of the context's gradients, to which every block adds.
+        change: what a change of the mode from one block to the next must save at least, in the unit of `work`.
     """
 
     blocks: tuple[BlockCost, ...]
@@ -105,6 +113,7 @@ class ChainCost:
     last: dict[Mode, ModeCost] = field(default_factory=dict)
     context: int = 0
     head_backward: int = 0
+    change: float = 0.0
 
     @cached_property
     def _gradients_after(self) -> tuple[int, ...]:
@@ -117,6 +126,18 @@ class ChainCost:
         if block == len(self.blocks) - 1 and memory in self.last:
             return self.last[memory]
         return self.blocks[block].modes[memory]
+
+    def effort(self, block: int, memory: Mode, before: Mode | None = None) -> float:
+        """What plans are chosen by: a block's work, or its time where that is unknown.
+
+        See NOTE [What a plan is chosen by].
+
+        Args:
+            before: the mode of the block before it.
+        """
+        mode = self.mode(block, memory)
+        own = mode.seconds if mode.work is None else mode.work
+        return own + (self.change if before is not None and before != memory else 0.0)
 
     def carried(self, block: int, memory: Mode, following: Mode | None) -> int:
         """What a block leaves alive: for its own backward, and as the end of a reversed part (1 and 2 of the NOTE)."""
@@ -152,8 +173,21 @@ class ChainCost:
         """The same chain, with times that add up to those of whole steps in uniform plans, where these were taken."""
         alone = replace(self, seconds_outside=0.0)
         inside = {mode: predict(alone, plan).seconds for mode, plan in self.uniform().items() if mode in seconds}
-        outside = max(0.0, min((seconds[mode] - inside[mode] for mode in inside), default=0.0))
-        return self.scaled({mode: (seconds[mode] - outside) / inside[mode] for mode in inside}, outside)
+        least = seconds.get(STORE.name, 0.0)
+        taken = {mode: max(least, seconds[mode]) for mode in inside}
+        outside = max(0.0, min((taken[mode] - inside[mode] for mode in inside), default=0.0))
+        scaled = self.scaled({mode: (taken[mode] - outside) / inside[mode] for mode in inside}, outside)
+        blocks = tuple(replace(block, modes=no_faster_than_storing(block.modes)) for block in scaled.blocks)
+        return replace(scaled, blocks=blocks, last=no_faster_than_storing(scaled.last))
+
+    def smallest_first(self) -> ChainCost:
+        """The same chain, in which no mode takes any time: only bytes count."""
+
+        def free(modes: dict[Mode, ModeCost]) -> dict[Mode, ModeCost]:
+            return {mode: replace(cost, seconds=0.0, work=0.0) for mode, cost in modes.items()}
+
+        blocks = tuple(replace(block, modes=free(block.modes)) for block in self.blocks)
+        return replace(self, blocks=blocks, last=free(self.last), seconds_outside=0.0, change=0.0)
 
     def scaled(self, factors: Mapping[Mode, float], outside: float) -> ChainCost:
         """The same chain, with the blocks' times in each mode multiplied by a factor."""
@@ -163,6 +197,21 @@ class ChainCost:
 
         blocks = tuple(replace(block, modes=scale(block.modes)) for block in self.blocks)
         return replace(self, blocks=blocks, last=scale(self.last), seconds_outside=outside)
+
+
+def no_faster_than_storing(modes: dict[Mode, ModeCost]) -> dict[Mode, ModeCost]:
+    """The same costs, with at least the time and the work of storing: every other mode does all that, and more."""
+    store = modes.get(STORE.name)
+    if store is None:
+        return modes
+    return {
+        name: replace(
+            cost,
+            seconds=max(cost.seconds, store.seconds),
+            work=None if cost.work is None else max(cost.work, store.work or 0.0),
+        )
+        for name, cost in modes.items()
+    }
 
 
 class Prediction(NamedTuple):

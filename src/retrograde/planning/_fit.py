@@ -104,8 +104,10 @@ def fit(
     """
     limit = parse_size(memory_limit)
     _check(target, limit, vary, modes)
-    units = range(-(-low // multiple_of), high // multiple_of + 1)
-    if low < 1 or multiple_of < 1 or not units:
+    units = range(-(-low // multiple_of), high // multiple_of + 1) if multiple_of > 0 else range(0)
+    if not timeout > 0:
+        raise ValueError(f"timeout={timeout}: give the seconds that a trial may take, more than 0.")
+    if low < 1 or not units:
         raise ValueError(
             f"low={low}, high={high}, multiple_of={multiple_of}: there is no size from 1 to try between these."
         )

@@ -17,15 +17,17 @@ from retrograde.measure.batches import detached_leaf
 from retrograde.measure.free_memory import has_room
 from retrograde.measure.loss import Loss
 from retrograde.measure.memory_tracker import MemoryTracker, Phase
-from retrograde.measure.stacks import the_stack
+from retrograde.measure.stacks import parameters_of, the_stack
 from retrograde.measure.timing import Progress, least_seconds, silent
-from retrograde.measure.training_step import loss_of, step_peak, step_seconds, step_tracker
-from retrograde.memory import Memory, Mode, Plan
+from retrograde.measure.training_step import clear_gradients, loss_of, step_peak, step_seconds, step_tracker
+from retrograde.memory import STORE, Memory, Mode, Plan
 from retrograde.sequence import ReversibleSequence
 
 from ._block_run import Surroundings, bytes_of
 from ._blocks import measure_blocks
 from ._costs import BlockCost, ChainCost, Prediction, predict
+
+_WORTH_A_CHANGE = 0.01  # of the work of storing everything
 
 
 def measure(
@@ -79,12 +81,14 @@ def _chain(
     context = sum(t.numel() * t.element_size() for t in watch.surroundings.leaves())
     anchors = watch.plan.anchors
     chain = ChainCost(tuple(blocks), outputs, watch.before - watch.made, anchors=anchors, last=last, context=context)
+    stored = sum(chain.effort(i, STORE.name) for i in range(len(blocks)))
     cached = sum(chain.mode(i, mode).cached for i, mode in enumerate(watch.plan.memory))  # gone by the backward pass
     return replace(
         chain,
         head_peak=max(0, watch.head_peak - watch.after),
         head_left=max(0, watch.entered - watch.after + cached),
         head_backward=max(0, watch.head_backward - watch.after + cached),
+        change=_WORTH_A_CHANGE * stored,
     )
 
 
@@ -105,7 +109,7 @@ def _of_the_batch(block: BlockCost) -> BlockCost:
 
 def _watched_step(model: nn.Module, batch: Any, stack: ReversibleSequence, loss: Loss | None) -> _StackWatch:
     """Run one step for its bytes."""
-    model.zero_grad()
+    clear_gradients(parameters_of(model))
     with step_tracker(model, batch) as memory, memory.phase("outside") as outside:
         watch = _StackWatch(stack, memory, outside)
         with stack.observed_by(watch):

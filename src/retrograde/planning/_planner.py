@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
+from retrograde.engine.preserve import preserve
+from retrograde.measure.finite import check_step
 from retrograde.measure.formatting import format_bytes, parse_size
+from retrograde.measure.free_memory import has_room
 from retrograde.measure.loss import Loss
+from retrograde.measure.stacks import the_stack
 from retrograde.measure.timing import Progress, silent
 from retrograde.memory import Mode, Plan
 from retrograde.sequence import ReversibleSequence
 
 from ._costs import ChainCost, predict
-from ._measure import measure
+from ._measure import following, measure, measured
 from ._search import cheapest, smallest
+
+_ATTEMPTS = 4  # to find a plan whose real step is within the budget
 
 
 class BudgetError(ValueError):
@@ -34,7 +41,8 @@ class Planned:
     """A plan, with its predicted costs and the measurements that it was made from.
 
     `peak` counts the bytes of everything that a training step (forward and backward) allocates, the parameters'
-    gradients included; `ratio` is its time, relative to the time with everything stored.
+    gradients included; `ratio` is its time, relative to the time with everything stored. `measured_peak` is that of a
+    real step under the plan, where there was room for one: it is within the `budget`.
     """
 
     plan: Plan
@@ -43,6 +51,8 @@ class Planned:
     ratio: float
     minimum: int
     chain: ChainCost
+    budget: int | None = None
+    measured_peak: int | None = None
 
     def __str__(self) -> str:
         return (
@@ -73,6 +83,7 @@ def plan(
 
     Raises:
         BudgetError: no plan fits; the error names the smallest budget that one fits.
+        ValueError: the model makes NaN, or is on the meta device, so that nothing can be measured.
 
     Examples:
         >>> import torch, retrograde as rg
@@ -85,8 +96,38 @@ def plan(
         True
     """
     size = parse_size(budget)
+    stack = the_stack(model, stack)
+    check_step(model, batch, loss)
     chain = measure(model, batch, loss=loss, stack=stack, progress=progress)
-    return choose(chain, size)
+
+    def real_peak(planned: Planned) -> int | None:
+        if not has_room(model, planned.peak):
+            return None
+        progress("the peak of the plan", 0, 1)
+        with preserve(model), following(stack, planned.plan):
+            return measured(model, batch, loss=loss).peak
+
+    return _verified(chain, size, real_peak)
+
+
+def _verified(chain: ChainCost, budget: int, real_peak: Callable[[Planned], int | None]) -> Planned:
+    """The fastest plan whose real step is within the budget: where one is not, the next must need so much less.
+
+    Args:
+        real_peak: the peak of a step under a plan; None if there is no room for it.
+    """
+    least = smallest(chain)
+    limit = max(budget, least)
+    for attempt in range(_ATTEMPTS):
+        planned = replace(choose(chain, limit), budget=budget)
+        peak = real_peak(planned)
+        needed = max(planned.peak, peak or 0)
+        if needed <= budget:
+            return replace(planned, measured_peak=peak)
+        if limit == least:
+            break
+        limit = least if attempt == _ATTEMPTS - 2 else max(least, limit - (needed - budget))
+    raise BudgetError(budget, needed)
 
 
 def choose(chain: ChainCost, budget: int) -> Planned:
@@ -99,7 +140,10 @@ def choose(chain: ChainCost, budget: int) -> Planned:
 
 
 def pareto(chain: ChainCost, points: int = 24) -> list[Planned]:
-    """The fastest plan at each of several budgets, from the smallest possible one to that of storing everything."""
+    """The fastest plan at each of several budgets, from the smallest possible one to that of storing everything.
+
+    Only those that are predicted to be faster than every smaller one.
+    """
     minimum = smallest(chain)
     most = predict(chain, ["store"] * len(chain.blocks)).peak
     plans: dict[tuple[Mode, ...], Planned] = {}
@@ -108,7 +152,11 @@ def pareto(chain: ChainCost, points: int = 24) -> list[Planned]:
         memory = cheapest(chain, budget)
         if memory is not None:
             plans.setdefault(memory, _planned(chain, memory, minimum))
-    return sorted(plans.values(), key=lambda planned: planned.peak)
+    curve: list[Planned] = []
+    for planned in sorted(plans.values(), key=lambda planned: (planned.peak, planned.seconds)):
+        if not curve or planned.seconds < curve[-1].seconds:
+            curve.append(planned)
+    return curve
 
 
 def _planned(chain: ChainCost, memory: tuple[Mode, ...], minimum: int) -> Planned:

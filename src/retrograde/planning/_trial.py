@@ -37,7 +37,7 @@ def main(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {"outcome": "done", "peak": _peak(device), "device": str(device.type)}
     except TargetError as error:
         return _failed(error.__cause__, str(error))
-    except Exception as error:
+    except BaseException as error:  # whatever a user's code raises
         return _failed(error, f"{type(error).__name__}: {error}")
 
 

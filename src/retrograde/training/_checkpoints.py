@@ -28,8 +28,14 @@ from typing import Any
 
 from torch import Tensor
 
+from ._files import open_own, read_own
+
 FORMAT = 1
 _MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+_LARGEST_STATE = 1 << 26  # bytes of state.json, whose largest part is a vocabulary of characters
+
+
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 
 
 class CheckpointError(Exception):
@@ -99,8 +105,10 @@ class CheckpointFolder:
             state = _checked_state(path)
             load = _safetensors().torch.load_file
             return Checkpoint(state["step"], load(path / _MODEL), load(path / _OPTIMIZER), state["details"])
-        except (OSError, ValueError, KeyError, TypeError, _safetensors().SafetensorError) as error:
-            reason = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error)
+        except (*_DAMAGE, _safetensors().SafetensorError) as error:
+            reason = str(error)
+            if isinstance(error, OSError) and error.strerror:
+                reason = f"{error.strerror}: {error.filename}"
             raise CheckpointError(
                 f"The checkpoint {path} is damaged: {reason}. {self._last_good(path)} Nothing was changed. "
                 "Name another one to resume from with --from; a damaged one is replaced when training reaches its step."
@@ -109,7 +117,7 @@ class CheckpointFolder:
     def _last_good(self, other: Path) -> str:
         for path in reversed(self.finished()):
             if path != other:
-                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                with contextlib.suppress(*_DAMAGE):
                     _checked_state(path)
                     return f"The last good one is {path}."
         return "There is no other good one."
@@ -148,16 +156,19 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
 
 def _checked_state(path: Path) -> dict[str, Any]:
     """The state of a checkpoint, all of whose files are unaltered."""
+    content = read_own(path / _STATE, _LARGEST_STATE)
     try:
-        state: Any = json.loads((path / _STATE).read_text(encoding="utf-8"))
-    except ValueError:
+        state: Any = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError):
         raise ValueError(f"{_STATE} is not JSON") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(f"{_STATE} is not of format {FORMAT}, which this version reads")
     if state.pop("sha256", None) != _digest_of(state):
         raise ValueError(f"{_STATE} was altered")
-    for name, wanted in state["files"].items():
-        size = (path / name).stat().st_size
+    _check_form(state)
+    for name in (_MODEL, _OPTIMIZER):  # whatever else it may name is not opened
+        wanted = state["files"][name]
+        size = (path / name).lstat().st_size
         if size != wanted["bytes"]:
             raise ValueError(f"{name} has {size:,} bytes instead of {wanted['bytes']:,}")
         if _digest(path / name) != wanted["sha256"]:
@@ -165,9 +176,47 @@ def _checked_state(path: Path) -> dict[str, Any]:
     return dict(state)
 
 
+def _check_form(state: dict[str, Any]) -> None:
+    """Raise for a state that has the right hash, but that no run wrote."""
+    if not isinstance(state.get("files"), dict) or set(state["files"]) != {_MODEL, _OPTIMIZER}:
+        raise ValueError(f"{_STATE} does not name the files {_MODEL} and {_OPTIMIZER}, and no others")
+    if type(state.get("step")) is not int or not 0 < state["step"] < 2**63:
+        raise ValueError(f"{_STATE} has no number of steps")
+    details = state.get("details")
+    kinds = {"config": dict, "data": str, "vocabulary": dict}
+    if not isinstance(details, dict) or not all(isinstance(details.get(name), kind) for name, kind in kinds.items()):
+        raise ValueError(f"{_STATE} has no details of the configuration, the data and the vocabulary")
+    if not all(isinstance(table, dict) for table in details["config"].values()):
+        raise ValueError(f"{_STATE} has a configuration whose tables are none")
+
+
+def check_tensors(checkpoint: Checkpoint, path: Path, model: Mapping[str, Tensor]) -> None:
+    """Raise if the tensors of a checkpoint are not those that the model has, by name, shape and dtype."""
+    wanted = {name: (tuple(t.shape), t.dtype) for name, t in model.items()}
+    has = {name: (tuple(t.shape), t.dtype) for name, t in checkpoint.model.items()}
+    shapes = {f"model.{name}": shape for name, (shape, _) in wanted.items()}
+    odd = sorted(name for name in {**wanted, **has} if wanted.get(name) != has.get(name))
+    odd += sorted(key for key, t in checkpoint.optimizer.items() if not _is_state(key, t, shapes))
+    tensors = {**checkpoint.model, **checkpoint.optimizer}
+    odd += sorted(key for key, t in tensors.items() if t.is_floating_point() and not bool(t.isfinite().all()))
+    if odd:
+        raise CheckpointError(
+            f"The checkpoint {path} is damaged: {odd[0]} and {len(odd) - 1} more of its tensors are not what this "
+            "model has, in name, shape, dtype or finite values. Nothing was changed. Name another one to resume from "
+            "with --from."
+        )
+
+
+def _is_state(key: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether a tensor can be part of the optimiser's state for a parameter of the model."""
+    name, _, part = key.rpartition("/")
+    shape = tuple(tensor.shape)
+    return name in shapes and shape == (() if part == "step" else shapes[name]) and tensor.is_floating_point()
+
+
 def _digest(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
         while part := file.read(1 << 20):
             digest.update(part)
     return digest.hexdigest()
@@ -197,7 +246,7 @@ def locked(folder: Path) -> Iterator[None]:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
+    with os.fdopen(open_own(folder / "lock", os.O_RDWR | os.O_CREAT), "w") as file:  # which it does not empty
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

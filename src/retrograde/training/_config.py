@@ -20,6 +20,10 @@ class ConfigError(Exception):
     """A configuration that cannot be used; the message says in a sentence why, and what to write."""
 
 
+_LARGEST = 2**63 - 1
+_LARGEST_FILE = 1 << 24  # bytes of a configuration
+MOST_BATCHES = 100_000  # of an evaluation, during which nothing else happens
+MOST_BLOCKS = 65_536  # which take a minute to be built
 MOST_THREADS = 1024  # the system silently kills a process that asks for far more than it has
 
 
@@ -39,6 +43,8 @@ class ModelConfig:
 
     def check(self) -> None:
         _at_least(self, 1, "width", "depth", "heads", "kv_heads", "hidden")
+        if self.depth > MOST_BLOCKS:
+            raise ConfigError(f"model.depth = {self.depth} is more than the maximum of {MOST_BLOCKS}.")
         if self.width % (2 * self.heads):
             raise ConfigError(
                 f"model.width = {self.width} cannot be shared by model.heads = {self.heads} heads of an even width; "
@@ -142,6 +148,8 @@ class EvaluationConfig:
     def check(self) -> None:
         _at_least(self, 0, "every")
         _at_least(self, 1, "batches")
+        if self.batches > MOST_BATCHES:
+            raise ConfigError(f"evaluation.batches = {self.batches} is more than the maximum of {MOST_BATCHES}.")
 
 
 @dataclass(frozen=True)
@@ -221,6 +229,8 @@ def parse_value(text: str) -> Any:
     """A value in TOML's notation; anything else is taken as text."""
     try:
         return _toml().loads(f"value = {text}")["value"]
+    except RecursionError:
+        raise ConfigError("A value given with --set is nested too deeply: no setting is.") from None
     except ValueError:
         return text
 
@@ -264,6 +274,10 @@ def _fitted(name: str, value: Any, hint: Any) -> Any:
         if not isinstance(value, (list, tuple)) or len(value) != len(get_args(hint)):
             raise ConfigError(f"{name} = {value!r} must be a list of {len(get_args(hint))} numbers.")
         return tuple(_fitted(name, v, kind) for v, kind in zip(value, get_args(hint), strict=True))
+    if type(value) is int and abs(value) > _LARGEST:
+        raise ConfigError(f"{name} has {len(str(abs(value)))} digits: no setting is so large.")
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"{name} = {value!r} contains a NUL character, which no name or path can.")
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
@@ -289,7 +303,11 @@ def _at_least(part: Any, least: int, *names: str) -> None:
 
 def _parsed(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+        if len(content) > _LARGEST_FILE:
+            raise ConfigError(f"{path} has more than {_LARGEST_FILE:,} bytes, so that it cannot be a configuration.")
+        text = content.decode("utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
@@ -297,7 +315,9 @@ def _parsed(path: Path) -> dict[str, Any]:
     toml = _toml()
     try:
         return dict(toml.loads(text))
-    except toml.TOMLDecodeError as error:
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply to be a configuration.") from None
+    except ValueError as error:  # of its syntax, or a number of thousands of digits
         raise ConfigError(f"{path} is not TOML: {error}.") from None
 
 

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -55,7 +56,11 @@ class Vocabulary:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Vocabulary:
-        return cls(int(values["size"]), values["characters"], bool(values["is_bytes"]))
+        size, characters, is_bytes = values["size"], values["characters"], values["is_bytes"]
+        kinds = (type(size) is int, isinstance(characters, (str, NoneType)), type(is_bytes) is bool)
+        if not all(kinds) or size < 1:
+            raise ValueError("its vocabulary is none")
+        return cls(size, characters, is_bytes)
 
 
 class Corpus:
@@ -104,24 +109,22 @@ def read_corpus(config: DataConfig) -> Corpus:
     try:
         if config.is_tokens:
             return Corpus(_mapped(path, config), Vocabulary(int(config.vocabulary or 0)), config)
-        text = _text(path, config)
+        parts = _read(path, config)
     except OSError as error:
         raise ConfigError(f"data.path: {error.filename or path} cannot be read: {error.strerror}.") from None
-    vocabulary = _vocabulary(text, config)
+    if not any(parts.values()):
+        raise ConfigError(f"data.path: {config.path} is empty.")
+    if config.tokens == "bytes":  # as they are in the file: no character set, no change of line ends
+        tokens = torch.frombuffer(bytearray(b"\n".join(parts.values())), dtype=torch.uint8)
+        return Corpus(tokens, Vocabulary(256, is_bytes=True), config)
+    text = "\n".join(_decoded(file, part) for file, part in parts.items())
+    characters = "".join(sorted(set(text)))
+    vocabulary = Vocabulary(len(characters), characters)
     return Corpus(vocabulary.encode(text), vocabulary, config)
 
 
-def _vocabulary(text: str, config: DataConfig) -> Vocabulary:
-    if not text:
-        raise ConfigError(f"data.path: {config.path} is empty.")
-    if config.tokens == "bytes":
-        return Vocabulary(256, is_bytes=True)
-    characters = "".join(sorted(set(text)))
-    return Vocabulary(len(characters), characters)
-
-
-def _text(path: Path, config: DataConfig) -> str:
-    """The text of a file, or of all files below a folder in the order of their names, joined by newlines."""
+def _read(path: Path, config: DataConfig) -> dict[Path, bytes]:
+    """The bytes of a file, or of all files below a folder in the order of their names."""
     files = [path]
     if path.is_dir():
         try:
@@ -132,16 +135,21 @@ def _text(path: Path, config: DataConfig) -> str:
             ) from None
         if not files:
             raise ConfigError(f'data.path: no file below {path} matches data.files = "{config.files}".')
-    parts = []
-    for file in files:
-        try:
-            parts.append(file.read_text(encoding="utf-8"))
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"data.path: {file} is not text in UTF-8 (byte {error.start}). For a file of token numbers, set "
-                'data.tokens = "uint16" (or "uint8", "int32") and data.vocabulary.'
-            ) from None
-    return "\n".join(parts)
+    elif path.exists() and not path.is_file():
+        raise ConfigError(f"data.path: {path} is a device or a pipe; name a file or a folder of files.")
+    return {file: file.read_bytes() for file in files}
+
+
+def _decoded(file: Path, content: bytes) -> str:
+    """Text, in which every end of a line is a newline."""
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"data.path: {file} is not text in UTF-8 (byte {error.start}). For a file of token numbers, set "
+            'data.tokens = "uint16" (or "uint8", "int32") and data.vocabulary.'
+        ) from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _mapped(path: Path, config: DataConfig) -> Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ._files import create_own, open_own
 from ._trackers import Tracker
 
 Event = dict[str, Any]
@@ -20,9 +21,10 @@ class Log:
     def __init__(self, folder: Path, step: int, trackers: Sequence[Tracker] = ()) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "log.jsonl"
-        if self.path.is_file():
+        if self.path.is_file() and not self.path.is_symlink():  # which is refused below
             _cut(self.path, step)
-        self._file = self.path.open("a", encoding="utf-8")
+        descriptor = open_own(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._file = os.fdopen(descriptor, "a", encoding="utf-8")
         self._trackers = trackers
 
     def write(self, event: Event) -> None:
@@ -48,11 +50,11 @@ def _cut(path: Path, step: int) -> None:
     """Keep the events up to a step. A line that a killed run did not finish is removed too."""
     lines = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError):
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             if json.loads(line)["step"] <= step:
                 lines.append(line + "\n")
     new = path.with_name(f"{path.name}.unfinished")
-    with new.open("w", encoding="utf-8") as file:
+    with os.fdopen(create_own(new), "w", encoding="utf-8") as file:
         file.writelines(lines)
         file.flush()
         os.fsync(file.fileno())

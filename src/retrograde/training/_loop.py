@@ -23,11 +23,12 @@ from retrograde.measure import device_memory
 from retrograde.models import ReversibleLM
 from retrograde.network.step import StepError
 
-from ._checkpoints import Checkpoint, CheckpointError, CheckpointFolder, locked
+from ._checkpoints import Checkpoint, CheckpointError, CheckpointFolder, check_tensors, locked
 from ._config import Config, ConfigError, changes, config_of
 from ._data import Corpus, Vocabulary, mixed, read_corpus
 from ._log import Event, Log
 from ._processes import Loss, Process, full_state, gradient_sync, join_processes, load_full_state, parallelised
+from ._size import check_size
 from ._trackers import trackers_of
 
 _UNCHANGED = "Finished checkpoints are unchanged."
@@ -86,6 +87,7 @@ def train(config: Config, options: Options | None = None) -> Result:
 
 def build_model(config: Config, vocabulary: Vocabulary) -> ReversibleLM:
     """The model of a configuration, with fresh weights from its seed."""
+    check_size(config, vocabulary.size)
     torch.manual_seed(config.training.seed)
     with _explained("Building the model"):
         model = ReversibleLM(vocabulary.size, **asdict(config.model))
@@ -102,8 +104,12 @@ def load_model(path: Path | str) -> tuple[ReversibleLM, Vocabulary]:
     finished = CheckpointFolder(Path(path) / "checkpoints", keep=1).finished()
     folder = finished[-1] if finished else Path(path)
     checkpoint = CheckpointFolder(folder.parent, keep=1).load(folder)
-    vocabulary = Vocabulary.from_dict(checkpoint.details["vocabulary"])
-    model = build_model(config_of(checkpoint.details["config"], where=str(folder)), vocabulary)
+    try:
+        vocabulary = Vocabulary.from_dict(checkpoint.details["vocabulary"])
+        model = build_model(config_of(checkpoint.details["config"], where=str(folder)), vocabulary)
+    except (ConfigError, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise CheckpointError(f"The checkpoint {folder} is damaged: {error}") from None
+    check_tensors(checkpoint, folder, model.state_dict())
     model.load_state_dict(checkpoint.model)
     return model.eval(), vocabulary
 
@@ -113,7 +119,9 @@ class _Run:
         self.config, self.options, self.process, self.corpus = config, options, process, corpus
         self.folder = Path(config.output.folder)
         self.checkpoints = CheckpointFolder(self.folder / "checkpoints", config.output.keep)
-        loss = Loss(build_model(config, corpus.vocabulary)).to(process.device)
+        model = build_model(config, corpus.vocabulary)
+        self.tensors = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+        loss = Loss(model).to(process.device)
         if config.training.compile:
             loss.compile()
         self.module = parallelised(loss, process, config.training.parallel)
@@ -190,8 +198,8 @@ class _Run:
         """The mean loss on unseen text."""
         self.module.eval()
         training = self.config.training
-        batches = [self.corpus.unseen_batch(i, training.batch) for i in range(self.config.evaluation.batches)]
-        parts = [part for batch in batches for part in batch.chunk(training.accumulate)]
+        batches = (self.corpus.unseen_batch(i, training.batch) for i in range(self.config.evaluation.batches))
+        parts = (part for batch in batches for part in batch.chunk(training.accumulate))
         losses = [self._loss(self.process.own_rows(part)) for part in parts]
         self.module.train()
         return self.process.mean(torch.stack(losses).mean())
@@ -253,6 +261,7 @@ class _Run:
         if start is not None:
             checkpoint = self.checkpoints.load(start)
             _check_same(checkpoint, start, self.config, self.corpus, accept=self.options.accept_changes)
+            check_tensors(checkpoint, start, self.tensors)
         self.checkpoints.tidy()
         return checkpoint
 
