@@ -66,6 +66,21 @@ def huge(): return Net(Huge), torch.randn(4, 9, 8)
 def pairs(): return Unpacks(Pair), torch.randn(4, 9, 8)
 def plain(): return nn.Linear(8, 8), torch.randn(4, 8)
 def wrong_shape(): return Net(), torch.randn(4, 9)
+def reversible():
+    import retrograde as rg
+    return rg.ReversibleSequence([rg.two_stream(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)]), torch.randn(4, 8)
+def converted():
+    import retrograde as rg
+    model = Net()
+    rg.convert(model, "scaled")
+    return model, torch.randn(4, 9, 8)
+class Odd(Layer):
+    def forward(self, x):
+        if hasattr(self, "called"):
+            raise KeyError("odd")
+        self.called = True
+        return super().forward(x)
+def odd(): return Net(Odd), torch.randn(4, 9, 8)
 """
 
 Run = Callable[..., Any]
@@ -138,7 +153,7 @@ def test_gradients_past_the_tolerance_have_status_one(convert: Run, monkeypatch:
     ("args", "status", "sentence"),
     [
         (["residual.py:nowhere"], 2, "has no 'nowhere'"),
-        (["residual.py:make", "--recipe", "adia"], 2, "recipe='adia' is not known; choose one of 'bdia'"),
+        (["residual.py:make", "--recipe", "adia"], 2, "recipe='adia' is not known; choose one of 'unchanged', 'bdia'"),
         (["residual.py:make", "--recipe", "scaled:kep=1"], 2, "scaled has no value 'kep'. It has keep."),
         (["residual.py:make", "--recipe", "bdia:gamma=1"], 2, "bdia has no value 'gamma'. It has no values."),
         (["residual.py:make", "--recipe", "scaled:keep=half"], 2, "could not convert string to float"),
@@ -149,6 +164,9 @@ def test_gradients_past_the_tolerance_have_status_one(convert: Run, monkeypatch:
         (["residual.py:plain"], 1, "Linear has no lists of two or more layers"),
         (["residual.py:wrong_shape"], 1, "a training step of the original residual.py:wrong_shape raised RuntimeError"),
         (["residual.py:pairs"], 1, "Pair returned a value of type int as item 1, besides its hidden states"),
+        (["residual.py:reversible"], 1, "ReversibleSequence is reversible already"),
+        (["residual.py:converted"], 1, "'layers0' of Net is converted already"),
+        (["residual.py:odd"], 1, "KeyError: 'odd' (residual.py, line"),
         (["."], 2, "has no config.json. Name a folder that save_pretrained wrote"),
     ],
 )
@@ -200,6 +218,48 @@ class TestCheckpoints:
         result = convert("own")
         assert result.exit_code == 2
         assert "Code that comes with a checkpoint is not run" in result.stderr
+
+    @pytest.mark.interop
+    @pytest.mark.parametrize("architecture", ["AutoModelForCausalLM", "AutoModel", "pipeline", "GPT2Config", "Trainer"])
+    @pytest.mark.parametrize("model_type", ["gpt2", "evil"])
+    def test_no_code_of_the_folder_is_run_and_nothing_is_asked(
+        self, convert: Run, tmp_path: Path, architecture: str, model_type: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pytest.importorskip("transformers")
+        folder = self.config(
+            tmp_path / "evil",
+            architectures=[architecture],
+            model_type=model_type,
+            auto_map=dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), "code.Evil"),
+        )
+        (folder / "code.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
+        (folder / "model.safetensors").write_bytes(b"")
+        asked: list[str] = []
+        monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "y")
+        result = convert("evil")
+        assert result.exit_code == 2
+        assert f"holds a {architecture}, which is no model of transformers" in result.stderr
+        assert not asked
+        assert not (tmp_path / "ran").exists()
+        assert "Traceback" not in result.stderr
+
+    @pytest.mark.interop
+    @pytest.mark.parametrize("place", ["top", "part"])
+    def test_a_model_of_transformers_is_read_by_its_class_whatever_auto_map_says(
+        self, convert: Run, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tf = pytest.importorskip("transformers")
+        text = tf.GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=6, n_head=2, bos_token_id=0)
+        tf.GPT2LMHeadModel(text).save_pretrained(tmp_path / "own")
+        path = tmp_path / "own" / "config.json"
+        own = {"auto_map": dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "code.Evil")}
+        values = json.loads(path.read_text())
+        path.write_text(json.dumps({**values, **own} if place == "top" else {**values, "part": own}))
+        (tmp_path / "own" / "code.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
+        monkeypatch.setattr("builtins.input", lambda prompt="": pytest.fail("it asked"))
+        result = convert("own", "--json")
+        assert result.exit_code == 0, result.output
+        assert not (tmp_path / "ran").exists()
 
     @pytest.mark.interop
     @pytest.mark.parametrize("name", ["gpt2", "vit"])

@@ -228,7 +228,7 @@ def test_the_report_is_short_and_so_is_what_is_printed_of_the_model() -> None:
     assert repr(conversion.stack).startswith("ConvertedStack(recipe=Momentum(beta=0.25), 12 layers, branches='layers'")
     assert len(repr(conversion.stack).splitlines()) == 1
     assert len(repr(model).splitlines()) == lines + 1
-    assert len(str(conversion.report).splitlines()) == 5
+    assert len(str(conversion.report).splitlines()) == 7
 
 
 def test_undo_restores_the_original_model() -> None:
@@ -352,7 +352,7 @@ def test_streams_that_leave_the_range_continue_on_a_coarser_grid() -> None:
 
 
 def test_what_cannot_work_raises_an_error_that_says_why() -> None:
-    with pytest.raises(ValueError, match="recipe='bda' is not known; choose one of 'bdia'"):
+    with pytest.raises(ValueError, match="recipe='bda' is not known; choose one of 'unchanged', 'bdia'"):
         convert(Model(), "bda")
     with pytest.raises(ValueError, match="doubles the rounding error"):
         convert(Model(), "bdia", exact=False)
@@ -372,12 +372,25 @@ def test_what_cannot_work_raises_an_error_that_says_why() -> None:
         recipes.Annealed(2.0)
 
 
+class Skipping(Model):
+    """Leaves out a layer."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.embed(x)
+        for layer in (self.layers[0], *self.layers[2:]):
+            x = layer(x, mask=mask)
+        return self.head(x)
+
+
 def test_code_between_the_layers_is_detected() -> None:
     model = Model()
     convert(model, "two_stream")
     model.layers[1].register_forward_hook(lambda module, args, output: output * 2)
-    with pytest.raises(RuntimeError, match=r"Layer 2 .* did not get what layer 1 returned"):
+    with pytest.raises(RuntimeError, match=r"after layer 1 of 'layers' do not exist.*\(mul was called on them"):
         model(**batch())
+    convert(skipping := Skipping(), "two_stream")
+    with pytest.raises(RuntimeError, match=r"Layer 2 .* did not get what layer 1 returned"):
+        skipping(**batch())
 
 
 class Staged(nn.Module):

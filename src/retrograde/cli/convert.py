@@ -118,11 +118,15 @@ def _reports(
     with telling(f"Cannot convert: a training step of the original {target.name} raised"):
         step_seconds(target.model, target.batch, target.loss)
     with ending_on(ValueError, status=FAULT if layers is None else WRONG_USAGE, prefix="Cannot convert: "):
-        place, _ = find_layers(target.model, layers)
+        places = ", ".join(place.path for place in find_layers(target.model, layers))
     reports = {}
     for name, recipe in recipes.items():
-        with ending_on(ValueError, TypeError, RuntimeError, status=FAULT, prefix=f"Cannot convert with {name}: "):
-            conversion = rg.convert(target.model, recipe, layers=layers, grid_bits=grid_bits)
+        with (
+            telling(f"Cannot convert with {name}: the converted {target.name} raised"),
+            ending_on(ValueError, TypeError, RuntimeError, status=FAULT, prefix=f"Cannot convert with {name}: "),
+        ):
+            bits = grid_bits if recipe.has_inverse else None
+            conversion = rg.convert(target.model, recipe, layers=layers, grid_bits=bits)
             reports[name] = conversion.measure(target.batch, loss=target.loss)
             conversion.undo()
-    return place, reports
+    return places, reports

@@ -1,0 +1,35 @@
+"""A layer of the recipe "unchanged", which runs when the model calls it, under a tape of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from retrograde.engine.run import Segment, run_blocks
+
+from ._caches import with_own_caches
+from ._recipes import waiting_for_output
+
+if TYPE_CHECKING:
+    from ._stack import ConvertedStack
+
+
+def run_layer(stack: ConvertedStack, index: int, hidden: Tensor, arguments: dict[str, Any]) -> Any:
+    """Run a layer and return what it returns: all its items, with their graph.
+
+    The last layer keeps its graph, as the last step of every stack does: the peak includes one layer's graph anyway.
+    """
+    mode, original = stack.memory.modes[index], stack.originals[index]
+    if not torch.is_grad_enabled() or not isinstance(hidden, Tensor):
+        return original(hidden, arguments)
+    arguments = stack.training_arguments(arguments)
+    if all(mode.make_tape is None for mode in stack.memory.modes):
+        return original(hidden, arguments)
+    if mode.make_tape is None or index == len(stack) - 1:
+        return original(hidden, with_own_caches(arguments))
+    context = {"calls": (arguments,), "which": (0,) * len(stack), "dtype": hidden.dtype}
+    segments, outputs = [Segment(mode.make_tape, (index,))], waiting_for_output()
+    run_blocks(list(stack), stack.names, segments, (hidden,), context, keep_last_graph=False)
+    return outputs[0]
