@@ -28,23 +28,27 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("memory", ["reverse", "selective"])
-def test_enabling_checkpoints_the_blocks_without_an_inverse(memory: str) -> None:
+@pytest.mark.parametrize(
+    ("memory", "without_inverse"), [("reverse", "checkpoint"), ("selective", "selective checkpoint")]
+)
+def test_enabling_checkpoints_the_blocks_without_an_inverse(memory: str, without_inverse: str) -> None:
     model = map_gradient_checkpointing(nn.Sequential(staged()))
     model.gradient_checkpointing_disable()
     assert str(model[0].memory) == "blocks 0-4 store"
     expected = gradients(model)
     model.gradient_checkpointing_enable({"memory": memory})
-    assert str(model[0].memory) == f"blocks 0-1 {memory}, 2 checkpoint, 3-4 {memory}"
+    assert str(model[0].memory) == f"blocks 0-1 {memory}, 2 {without_inverse}, 3-4 {memory}"
     for actual, true in zip(gradients(model), expected, strict=True):
         torch.testing.assert_close(actual, true)
 
 
-@pytest.mark.parametrize("memory", ["reverse", "selective"])
-def test_every_second_layer_stores(memory: str) -> None:
+@pytest.mark.parametrize(
+    ("memory", "without_inverse"), [("reverse", "checkpoint"), ("selective", "selective checkpoint")]
+)
+def test_every_second_layer_stores(memory: str, without_inverse: str) -> None:
     model = map_gradient_checkpointing(nn.Sequential(staged()))
     model.gradient_checkpointing_enable({"memory": memory}, every_n_layers=2)
-    assert str(model[0].memory) == f"blocks 0 {memory}, 1 store, 2 checkpoint, 3 store, 4 {memory}"
+    assert str(model[0].memory) == f"blocks 0 {memory}, 1 store, 2 {without_inverse}, 3 store, 4 {memory}"
 
 
 def test_the_default_mode_is_reverse_and_offload_can_be_chosen() -> None:

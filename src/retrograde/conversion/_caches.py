@@ -42,16 +42,19 @@ def with_own_caches(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _twin(cache: Any) -> Any:
-    """A cache that shares the tensors of another one, but not what they are stored in."""
+    """A cache that shares the tensors of another one, but not the lists, dictionaries and layers that hold them."""
     twin = copy.copy(cache)
     for name, value in vars(cache).items():
-        if isinstance(value, list):
-            vars(twin)[name] = [copy.copy(item) if hasattr(item, "__dict__") else item for item in value]
-        elif isinstance(value, dict):
-            vars(twin)[name] = dict(value)
-        elif _is_cache(value):
-            vars(twin)[name] = _twin(value)
+        vars(twin)[name] = _twin_of_part(value)
     return twin
+
+
+def _twin_of_part(value: Any) -> Any:
+    if type(value) is list:
+        return [_twin(v) if hasattr(v, "__dict__") and not isinstance(v, Tensor) else _twin_of_part(v) for v in value]
+    if type(value) is dict:
+        return {key: _twin_of_part(v) for key, v in value.items()}
+    return _twin(value) if _is_cache(value) else value
 
 
 def _is_cache(value: Any) -> bool:

@@ -14,7 +14,16 @@ from retrograde.engine.exactness import grid_placements, placed_on_grid
 from retrograde.engine.preserve import preserve
 from retrograde.measure.batches import detached_leaf
 from retrograde.measure.timing import Progress, rounds
-from retrograde.memory import MODES, REVERSE, SELECTIVE, STORE, MemoryMode, Mode
+from retrograde.memory import (
+    CHECKPOINT,
+    MODES,
+    REVERSE,
+    SELECTIVE,
+    SELECTIVE_CHECKPOINT,
+    STORE,
+    MemoryMode,
+    Mode,
+)
 from retrograde.network.block import Block
 from retrograde.network.streams import Streams
 from retrograde.sequence import ReversibleSequence
@@ -63,6 +72,8 @@ def _allowed_modes(block: Block, streams: Streams) -> dict[Mode, MemoryMode]:
 
     def is_allowed(mode: MemoryMode) -> bool:
         adds_up = mode.make_tape is None or mode.blocks_per_tape == (None if mode.needs_inverse else 1)
+        if mode is SELECTIVE_CHECKPOINT and block.invertible:  # "selective" saves less there, and takes as long
+            return False
         return adds_up and mode.for_block(block) is mode and (on_accelerator or not mode.needs_accelerator)
 
     return {name: mode for name, mode in MODES.items() if is_allowed(mode)}
@@ -75,8 +86,9 @@ def _all_modes(alone: BlockAlone) -> dict[Mode, ModeCost]:
         for mode in modes.values():
             alone.seconds(mode)  # a first replay takes more than later ones: it inspects everything
         sizes = {name: alone.bytes(mode) for name, mode in modes.items()}
-        if SELECTIVE.name in modes and sizes[SELECTIVE.name] == sizes[REVERSE.name]:  # nothing expensive to save
-            del modes[SELECTIVE.name]
+        for selective, plain in ((SELECTIVE, REVERSE), (SELECTIVE_CHECKPOINT, CHECKPOINT)):
+            if selective.name in modes and sizes[selective.name] == sizes[plain.name]:  # nothing expensive to save
+                del modes[selective.name]
         seconds: dict[Mode, float] = dict.fromkeys(modes, math.inf)
         for _ in rounds():
             for name, mode in modes.items():
