@@ -103,9 +103,9 @@ def test_the_report_shows_what_the_conversion_does_and_the_status_is_zero(conver
     result = convert("residual.py:make")
     assert result.exit_code == 0, result.output
     assert "10 layers in layers0" in result.stdout
-    assert row(result.stdout, "outputs in eval differ by") == "0, to the bit"
-    assert row(result.stdout, "error of gradients") == "0, to the bit"
-    assert row(result.stdout, "error of recomputed streams") == "0, to the bit"
+    assert row(result.stdout, "against stock, eval: outputs differ by") == "0, to the bit"
+    assert row(result.stdout, "against stored: error of gradients") == "0, to the bit"
+    assert row(result.stdout, "against stored: error of recomputed streams") == "0, to the bit"
     assert row(result.stdout, "extra bits per element per layer") == "0.9"  # none in the first layer
     for label in ("peak, original", "peak, converted: checkpoint", "peak, converted: reverse"):
         assert row(result.stdout, label).endswith("KiB")
@@ -119,6 +119,19 @@ def test_several_recipes_with_their_own_values_are_shown_side_by_side(convert: R
     assert row(result.stdout, "extra bits per element per layer").split() == ["0", "2"]
     assert "two_stream computes another function than the model was trained for" in result.stdout
     assert "recipes.Momentum(beta=0.25)" in result.stdout
+
+
+def test_the_command_says_for_each_recipe_whether_training_computes_another_function(convert: Run) -> None:
+    result = convert("residual.py:make", "--recipe", "unchanged", "--recipe", "bdia", "--recipe", "momentum")
+    assert result.exit_code == 0, result.output
+    columns = re.split(" {2,}", row(result.stdout, "training computes"))
+    assert columns == ["the original function, to the bit", "another function, drawn at random in every call", "another function"]
+    differences = re.split(" {2,}", row(result.stdout, "against stock, training: gradients differ by"))
+    assert differences[0] == "0, to the bit"
+    assert all(0.001 < float(difference) < 2 for difference in differences[1:])
+    assert re.split(" {2,}", row(result.stdout, "peak, converted: reverse"))[0] == "no inverse"
+    assert "bdia trains another function than the model's" in result.stdout
+    assert "momentum computes another function than the model was trained for" in result.stdout
 
 
 def test_json_is_all_that_is_on_stdout(convert: Run) -> None:
