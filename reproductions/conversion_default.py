@@ -15,7 +15,7 @@ import random
 import re
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,12 +37,10 @@ START = 1 / 16
 RECIPES: dict[str, tuple[Recipe | None, float, str]] = {
     "original (unchanged)": (None, 0.0, "0"),
     "BDIA": (recipes.BDIA(), 0.0, "1"),
-    "momentum, β = 1/16": (recipes.Momentum(1 / 16), 1 / 16, "4"),
-    "momentum, β = 1/4": (recipes.Momentum(1 / 4), 1 / 4, "2"),
     "momentum, β = 1/2": (recipes.Momentum(1 / 2), 1 / 2, "1"),
     "momentum, β from 1/16 to 1/2": (recipes.Momentum(START), 1 / 2, "1 at the end"),
+    "momentum, β = 1/16": (recipes.Momentum(1 / 16), 1 / 16, "4"),
     "scaled (MEFT), λ = 1/16": (recipes.ScaledResidual(1 / 16), 1 / 16, "4"),
-    "annealed, γ from 0 to 1/2": (recipes.Annealed(0.0), 1 / 2, "1 at the end"),
 }
 """By name: the recipe, the value that its coefficient has at the end, and its extra bits."""
 
@@ -59,7 +57,7 @@ class Sizes:
     seeds: int
 
 
-FULL = Sizes(width=64, depth=8, training=300, tuning=100, pairs=60, seeds=3)
+FULL = Sizes(width=64, depth=8, training=200, tuning=60, pairs=24, seeds=3)
 QUICK = Sizes(width=16, depth=3, training=2, tuning=2, pairs=1, seeds=1)
 
 
@@ -197,17 +195,14 @@ def networks(sizes: Sizes) -> dict[str, Network]:
 
 
 def scheduled(conversion: Conversion | None, last: float, step: int, steps: int) -> None:
-    """Move the coefficient of a recipe towards its last value over the first half of the steps, in eight jumps."""
-    if conversion is None:
+    """Move the coefficient of momentum towards its last value over the first half of the steps, in eight jumps."""
+    recipe = None if conversion is None else conversion.stack.recipe
+    if conversion is None or not isinstance(recipe, recipes.Momentum):
         return
-    recipe: Any = conversion.stack.recipe
-    name = "beta" if isinstance(recipe, recipes.Momentum) else "gamma" if isinstance(recipe, recipes.Annealed) else ""
-    if not name or getattr(recipe, name) == last:
-        return
-    done = min(8, int(16 * step / steps))
-    value = last if done == 8 else max(getattr(recipe, name), (START + (last - START) * done / 8) if done else 0.0)
-    if value > getattr(recipe, name):
-        conversion.stack.change_recipe(replace(recipe, **{name: value}))
+    done = min(8, int(16 * step / steps)) / 8
+    value = START + (last - START) * done
+    if value > recipe.beta:
+        conversion.anneal(value)
 
 
 def tuned(network: Network, base: nn.Module, name: str, seed: int) -> tuple[float, float]:

@@ -81,6 +81,8 @@ def formula(model: Model, x: Tensor, mask: Tensor, recipe: Any) -> Tensor:
         else:
             gamma = recipe.gamma if i else 0.0
             before, now = now, gamma * before + (1 - gamma) * now + (1 + gamma) * (layer(now, mask) - now)
+    if isinstance(recipe, recipes.Momentum):
+        now = now + recipe.beta / (1 - recipe.beta) * velocity
     return model.head(now)
 
 
@@ -165,6 +167,25 @@ def test_each_layer_gets_the_arguments_of_its_own_call(recipe: Any) -> None:
     expected = model.head(now)
     convert(model, recipe, exact=False)
     torch.testing.assert_close(model(x, mask), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_with_momentum_every_update_enters_the_output_in_full() -> None:
+    """Where no layer depends on its input, momentum is the original network, whatever beta."""
+
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.update = nn.Parameter(torch.randn(8))
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return x + self.update
+
+    model = Model().double()
+    model.layers = nn.ModuleList(Constant() for _ in range(4)).double()
+    x = batch()["x"].double()
+    expected = model(x)
+    convert(model, recipes.Momentum(0.5), exact=False)
+    torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_memory_does_not_grow_with_depth_without_side_bits() -> None:
@@ -258,6 +279,20 @@ def test_annealing_starts_with_the_original_function_and_ends_without_side_bits(
     assert bits == [4 * 3 / 4, 2 * 3 / 4, 1 * 3 / 4, 0.0]
     conversion.anneal(0.0)
     assert torch.equal(model(**batch()), expected)
+
+
+def test_momentum_is_annealed_from_four_bits_to_one() -> None:
+    model = Model()
+    conversion = convert(model, "momentum", memory="store")
+    bits = []
+    for beta in (1 / 16, 1 / 4, 1 / 2):
+        conversion.anneal(beta)
+        bits.append(conversion.measure(batch()).side_bits)
+        stored = gradients(model.train(), batch())
+        conversion.stack.memory = "reverse"
+        assert_same_bits(gradients(model, batch()), stored)
+        conversion.stack.memory = "store"
+    assert bits == [4.0, 2.0, 1.0]
 
 
 def test_copies_and_pickles_are_converted_too_and_independent() -> None:
@@ -366,10 +401,12 @@ def test_what_cannot_work_raises_an_error_that_says_why() -> None:
     convert(pair, layers="decoder.layers")
     with pytest.raises(ValueError, match="converted already"):
         convert(pair, layers="decoder.layers")
-    with pytest.raises(ValueError, match="anneal is for the recipe 'annealed'"):
-        convert(Model()).anneal(0.5)
+    with pytest.raises(ValueError, match="anneal is for the recipes 'annealed' and 'momentum'"):
+        convert(Model(), "bdia").anneal(0.5)
     with pytest.raises(ValueError, match="from 1/256 to 1"):
         recipes.Annealed(2.0)
+    with pytest.raises(ValueError, match="from 1/256 to less than 1"):
+        recipes.Momentum(1.0)
 
 
 class Skipping(Model):

@@ -14,7 +14,7 @@ from retrograde.memory import Memory
 from ._find import CONTAINERS, LayerList, Layers, find_layers
 from ._gradient_checkpointing import map_converted, unmap_converted
 from ._layers import Branches
-from ._recipes import BDIA, Annealed, Recipe, recipe_named
+from ._recipes import BDIA, Annealed, Momentum, Recipe, recipe_named
 from ._report import Report
 from ._stack import ConvertedStack
 
@@ -198,12 +198,20 @@ class Conversion:
                 routes.enter_context(stack.routed("original"))
             yield
 
-    def anneal(self, gamma: float) -> None:
-        """Set γ of the recipe "annealed": 0 is the original network, 1 the leapfrog scheme without extra bits."""
+    def anneal(self, value: float) -> None:
+        """Set the coefficient of the recipe "annealed" (γ) or "momentum" (β) in the middle of training.
+
+        "annealed" is the original network at 0, and the leapfrog scheme without extra bits at 1. "momentum" is near the
+        original network for a small β, and needs one extra bit from 1/2 on.
+        """
         for stack in self.stacks.values():
-            if not isinstance(stack.recipe, Annealed):
-                raise ValueError(f"anneal is for the recipe 'annealed', not for {stack.recipe}.")
-            stack.change_recipe(replace(stack.recipe, gamma=gamma))
+            recipe = stack.recipe
+            if isinstance(recipe, Annealed):
+                stack.change_recipe(replace(recipe, gamma=value))
+            elif isinstance(recipe, Momentum):
+                stack.change_recipe(replace(recipe, beta=value))
+            else:
+                raise ValueError(f"anneal is for the recipes 'annealed' and 'momentum', not for {recipe}.")
 
     def undo(self) -> nn.Module:
         """Give the model its original layers back, with the parameters that they have now."""

@@ -182,18 +182,28 @@ class TwoStream(Recipe):
 class Momentum(Recipe):
     """`v = beta v + (1 - beta) h(x)`, then `x += v`: the residual network where beta is 0.
 
-    Extra bits per element per layer: log2(1 / beta), rounded up; 4 for 1/16.
+    After the last layer, `x += beta / (1 - beta) v`: what the velocity still holds of the updates, so that each of them
+    enters the output in full. Each layer reads a state that lags behind by that much, which is all that differs from the
+    original network. Extra bits per element per layer: log2(1 / beta), rounded up; 1 for 1/2, 4 for 1/16.
     """
 
     beta: float = 1 / 16
     split: ClassVar[Split] = "first"
 
+    def __post_init__(self) -> None:
+        if not 1 / 256 <= self.beta < 1:
+            raise ValueError(f"beta={self.beta}: give a value from 1/256 to less than 1.")
+
     def block(self, parts: Sequence[Part], index: int, layers: int) -> Block:
         branch = Branch(parts[0], index, own=-1.0)
-        return Block(
+        steps = [
             Step(branch, target=1, sources=(0,), coupling=Scaled(self.beta, 1 - self.beta), name="velocity"),
             Step(_same, target=0, sources=(1,), name="position"),
-        )
+        ]
+        if index == layers - 1:
+            rest = Scaled(scale=self.beta / (1 - self.beta))
+            steps.append(Step(_same, target=0, sources=(1,), coupling=rest, name="rest of the velocity"))
+        return Block(*steps)
 
 
 @dataclass(frozen=True)
