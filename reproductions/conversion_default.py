@@ -57,7 +57,7 @@ class Sizes:
     seeds: int
 
 
-FULL = Sizes(width=64, depth=8, training=200, tuning=60, pairs=24, seeds=3)
+FULL = Sizes(width=32, depth=8, training=150, tuning=50, pairs=20, seeds=3)
 QUICK = Sizes(width=16, depth=3, training=2, tuning=2, pairs=1, seeds=1)
 
 

@@ -125,7 +125,11 @@ def test_the_command_says_for_each_recipe_whether_training_computes_another_func
     result = convert("residual.py:make", "--recipe", "unchanged", "--recipe", "bdia", "--recipe", "momentum")
     assert result.exit_code == 0, result.output
     columns = re.split(" {2,}", row(result.stdout, "training computes"))
-    assert columns == ["the original function, to the bit", "another function, drawn at random in every call", "another function"]
+    assert columns == [
+        "the original function, to the bit",
+        "another function, drawn at random in every call",
+        "another function",
+    ]
     differences = re.split(" {2,}", row(result.stdout, "against stock, training: gradients differ by"))
     assert differences[0] == "0, to the bit"
     assert all(0.001 < float(difference) < 2 for difference in differences[1:])

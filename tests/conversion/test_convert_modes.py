@@ -1,4 +1,4 @@
-"""What a converted list cannot do is an error with the remedy: mixed modes, states between layers, a second conversion."""
+"""What a converted list cannot do is an error with the remedy: mixed modes, states between layers, a second time."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_one_conversion_undone_leaves_another_of_the_same_model() -> None:
     model = nn.ModuleDict({"encoder": Model(), "decoder": Model()})
     first, second = (convert(model, "scaled", layers=f"{name}.layers") for name in model)
     first.undo()
-    with pytest.raises(ValueError, match="'decoder.layers' of ModuleDict is converted already"):
+    with pytest.raises(ValueError, match=r"'decoder\.layers' of ModuleDict is converted already"):
         convert(model, layers="decoder.layers")
     second.undo()
     assert not any(isinstance(module, rg.ReversibleSequence) for module in model.modules())

@@ -97,7 +97,8 @@ def test_the_methods_reach_every_converted_list(name: str) -> None:
 def test_lists_that_were_not_converted_keep_their_own_checkpointing(name: str) -> None:
     model, batch = ARCHITECTURES[name].make()
     model.train()
-    encoder, decoder = ("model.encoder.layers", "model.decoder.layers") if name == "bart" else ("encoder.block", "decoder.block")
+    lists = {"bart": ("model.encoder.layers", "model.decoder.layers"), "t5": ("encoder.block", "decoder.block")}
+    encoder, decoder = lists[name]
     model.gradient_checkpointing_enable()
     conversion = rg.convert(model, "bdia", layers=f"{decoder}[1:]", memory="store")
     assert f"{encoder}.0" in enabled(model)

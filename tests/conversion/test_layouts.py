@@ -113,7 +113,9 @@ def test_nothing_is_converted_if_one_of_several_lists_cannot_be() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("wrap", [nn.DataParallel, partial(torch.compile, backend="eager")], ids=["DataParallel", "torch.compile"])
+@pytest.mark.parametrize(
+    "wrap", [nn.DataParallel, partial(torch.compile, backend="eager")], ids=["DataParallel", "torch.compile"]
+)
 def test_lists_behind_a_wrapper_of_the_model_are_found(recipe: str, wrap: Any) -> None:
     model = Model()
     conversion = convert(wrap(model), recipe)

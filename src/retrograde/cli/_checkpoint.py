@@ -30,7 +30,7 @@ def load_checkpoint(folder: Path) -> Target:
         transformers: Any = importlib.import_module("transformers")
     except ModuleNotFoundError:
         raise TargetError(f"{folder} is a checkpoint of transformers: pip install transformers.") from None
-    kind = getattr(transformers, name, None)
+    kind: Any = getattr(transformers, name, None)
     if not _is_own_model(kind, transformers):
         raise TargetError(
             f"{folder} holds a {name}, which is no model of transformers {transformers.__version__} itself. Code that "
@@ -64,9 +64,7 @@ def _architecture(folder: Path) -> str:
     try:
         return str(config["architectures"][0])
     except (KeyError, TypeError, IndexError):
-        raise TargetError(
-            f"{folder / 'config.json'} does not name the model's class under 'architectures'."
-        ) from None
+        raise TargetError(f"{folder / 'config.json'} does not name the model's class under 'architectures'.") from None
 
 
 def _read_config(folder: Path) -> Any:

@@ -131,9 +131,12 @@ def _every_list(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList | nn.Sequ
     for name, module in model.named_modules():
         if isinstance(module, ReversibleSequence):
             inner.append(f"{name}." if name else "")
-        elif isinstance(module, CONTAINERS) and not any(name.startswith(prefix) for prefix in inner):
-            if isinstance(module, nn.ModuleList) or all([*layer.children()] for layer in module):
-                yield name, module
+            continue
+        is_list = isinstance(module, nn.ModuleList)
+        if not is_list and isinstance(module, nn.Sequential):
+            is_list = all([*layer.children()] for layer in module)
+        if is_list and not any(name.startswith(prefix) for prefix in inner):
+            yield name, module
 
 
 def _lists(

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def run_layer(stack: ConvertedStack, index: int, hidden: Tensor, arguments: dict[str, Any]) -> Any:
     """Run a layer and return what it returns: all its items, with their graph.
 
-    The last layer keeps its graph, as the last step of every stack does: the peak includes one layer's graph anyway.
+    The last layer does not keep its graph as the last step of other stacks does: what follows may have a peak of its
+    own (logits of a large vocabulary). A plan can store it.
     """
     mode, original = stack.memory.modes[index], stack.originals[index]
     if not torch.is_grad_enabled() or not isinstance(hidden, Tensor):
@@ -27,9 +28,9 @@ def run_layer(stack: ConvertedStack, index: int, hidden: Tensor, arguments: dict
     arguments = stack.training_arguments(arguments)
     if all(mode.make_tape is None for mode in stack.memory.modes):
         return original(hidden, arguments)
-    if mode.make_tape is None or index == len(stack) - 1:
+    if mode.make_tape is None:
         return original(hidden, with_own_caches(arguments))
     context = {"calls": (arguments,), "which": (0,) * len(stack), "dtype": hidden.dtype}
     segments, outputs = [Segment(mode.make_tape, (index,))], waiting_for_output()
-    run_blocks(list(stack), stack.names, segments, (hidden,), context, keep_last_graph=False)
+    run_blocks(list(stack), stack.names, segments, (hidden,), context, keep_last_graph=False, placements={})
     return outputs[0]

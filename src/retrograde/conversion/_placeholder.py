@@ -37,7 +37,7 @@ class Placeholder(Tensor):
         reason = next((v.why_not for v in flat if isinstance(v, Placeholder)), "A placeholder of a converted model")
         raise RuntimeError(f"{reason} ({getattr(func, '__name__', func)} was called on them.)")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 

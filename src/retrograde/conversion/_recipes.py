@@ -87,7 +87,8 @@ def waiting_for_output() -> list[Any]:
 
     Not a part of the context: a replay must not add to it, and what a call keeps must not refer to its outputs.
     """
-    _WAITING.outputs = outputs = []
+    outputs: list[Any] = []
+    _WAITING.outputs = outputs
     return outputs
 
 
@@ -183,7 +184,7 @@ class Momentum(Recipe):
     """`v = beta v + (1 - beta) h(x)`, then `x += v`: the residual network where beta is 0.
 
     After the last layer, `x += beta / (1 - beta) v`: what the velocity still holds of the updates, so that each of them
-    enters the output in full. Each layer reads a state that lags behind by that much, which is all that differs from the
+    enters the output in full. Each layer reads a state that lags behind by that much; nothing else differs from the
     original network. Extra bits per element per layer: log2(1 / beta), rounded up; 1 for 1/2, 4 for 1/16.
     """
 

@@ -29,7 +29,7 @@ class Report:
         side_bytes: the bytes of all these bits.
         stream_bytes: the bytes of one stream; "checkpoint" saves all streams once per layer.
         peaks: the peak of live bytes in a training step, without parameters, gradients and batch: "original" for the
-            original model, and "store", "checkpoint" and, if the recipe has an inverse, "reverse" for the converted one.
+            original model; "store", "checkpoint" and, if the recipe has an inverse, "reverse" for the converted one.
     """
 
     recipe: str

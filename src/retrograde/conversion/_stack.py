@@ -260,8 +260,8 @@ def _not_in_a_row(index: int) -> RuntimeError:
 def _why_no_states(stack: ConvertedStack, index: int) -> str:
     place = stack.place
     return (
-        f"The hidden states after layer {place.first + index} of {place.name!r} do not exist: the layers of a converted "
-        "list run as one stack, when the last of them is called. If the model returns or reads them "
+        f"The hidden states after layer {place.first + index} of {place.name!r} do not exist: the layers of a "
+        "converted list run as one stack, when the last of them is called. If the model returns or reads them "
         "(output_hidden_states=True, a vision tower of which an earlier layer is read), run it under "
         "conversion.original(), in eval after the recipe 'bdia', or convert the list in two parts that end where it is "
         f"read: layers='{place.part(0, index + 1)}' and layers='{place.part(index + 1, None)}'. Code and hooks between "
