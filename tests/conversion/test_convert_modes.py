@@ -113,6 +113,20 @@ def test_the_vision_tower_of_llava_is_refused_or_right() -> None:
     assert any("vision_tower.encoder.layers.1" in name for name in actual)
 
 
+@pytest.mark.parametrize("recipe", ["unchanged", "bdia", "scaled"])
+def test_parameters_that_zero_3_partitions_are_refused_where_layers_are_recomputed(recipe: str) -> None:
+    model = Model().train()
+    for i, parameter in enumerate(model.parameters()):
+        parameter.ds_id = i  # type: ignore[attr-defined]  # as DeepSpeed marks them
+    stack = convert(model, recipe).stack
+    with pytest.raises(RuntimeError, match=r"partitioned by DeepSpeed ZeRO-3.*stage 0, 1 or 2.*memory='store'"):
+        model(**batch())
+    with torch.no_grad():
+        model(**batch())
+    stack.memory = "store"
+    gradients(model, batch())
+
+
 def test_a_second_conversion_or_undo_is_refused_in_a_sentence() -> None:
     model = Model()
     conversion = convert(model, "scaled")

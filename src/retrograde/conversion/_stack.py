@@ -31,7 +31,7 @@ from retrograde.sequence import ReversibleSequence
 
 from ._caches import refuse_filled_caches, with_copied_caches, without_cache
 from ._find import LayerList
-from ._layer_run import run_layer
+from ._layer_run import check_not_partitioned, run_layer
 from ._layers import Branches, OriginalLayer, Sublayer, sublayer_error, sublayers_of
 from ._placeholder import placeholder
 from ._recipes import Recipe
@@ -233,7 +233,7 @@ def _forward(stack: ConvertedStack, index: int, /, *args: Any, **kwargs: Any) ->
         stack.check_modes()
     if not stack.recipe.rewires(original.layer.training):
         return original(hidden, arguments)
-    _check_not_sharded(original.layer)
+    _check_not_sharded(stack, original.layer)
     pending = Pending(stack, hidden, (arguments,))
     if index:
         before = getattr(hidden, "retrograde_pending", None)
@@ -291,8 +291,9 @@ def _return_form(stack: ConvertedStack, index: int, pending: Pending) -> ReturnF
     return forms[kind]
 
 
-def _check_not_sharded(layer: nn.Module) -> None:
+def _check_not_sharded(stack: ConvertedStack, layer: nn.Module) -> None:
     """Raise for a layer whose parameters are gathered for its own call, which ends before the stack runs it."""
+    check_not_partitioned(stack, layer)
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and isinstance(layer, fsdp.FSDPModule):
         raise RuntimeError(
