@@ -130,7 +130,8 @@ class SentencePairs:
         tokenizer.enable_padding(length=self.LENGTH)
         pairs = [tuple(map(self._encoded, tokenizer.encode_batch(list(pair)))) for pair in sentence_pairs()]
         random.Random(0).shuffle(pairs)
-        self._unseen, self._seen = pairs[: 8 * self.BATCH], pairs[8 * self.BATCH :]
+        unseen = self.BATCH * min(8, sizes.pairs)
+        self._unseen, self._seen = pairs[:unseen], pairs[unseen:]
 
     @staticmethod
     def _encoded(encoding: Any) -> tuple[list[int], list[int]]:

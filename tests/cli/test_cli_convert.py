@@ -100,7 +100,7 @@ def row(output: str, label: str) -> str:
 
 
 def test_the_report_shows_what_the_conversion_does_and_the_status_is_zero(convert: Run) -> None:
-    result = convert("residual.py:make")
+    result = convert("residual.py:make", "--recipe", "bdia")
     assert result.exit_code == 0, result.output
     assert "10 layers in layers0" in result.stdout
     assert row(result.stdout, "against stock, eval: outputs differ by") == "0, to the bit"
@@ -139,7 +139,7 @@ def test_the_command_says_for_each_recipe_whether_training_computes_another_func
 
 
 def test_json_is_all_that_is_on_stdout(convert: Run) -> None:
-    result = convert("residual.py:named", "--json")
+    result = convert("residual.py:named", "--recipe", "bdia", "--json")
     assert result.exit_code == 0
     printed = json.loads(result.stdout)
     report = printed["reports"]["bdia"]
@@ -151,7 +151,7 @@ def test_json_is_all_that_is_on_stdout(convert: Run) -> None:
 
 
 def test_a_warning_of_the_conversion_becomes_a_note_after_the_report(convert: Run) -> None:
-    result = convert("residual.py:huge", "--json", "--grid-bits", "20")
+    result = convert("residual.py:huge", "--recipe", "bdia", "--json", "--grid-bits", "20")
     notes = json.loads(result.stdout)["notes"]
     assert any("continues with a grid of" in note for note in notes)
     assert f"Note: {notes[0]}" in result.stderr
@@ -180,7 +180,7 @@ def test_gradients_past_the_tolerance_have_status_one(convert: Run, monkeypatch:
         (["residual.py:two"], 1, "Net has 2 lists of two or more layers of one class: 'layers0', 'layers1'"),
         (["residual.py:plain"], 1, "Linear has no lists of two or more layers"),
         (["residual.py:wrong_shape"], 1, "a training step of the original residual.py:wrong_shape raised RuntimeError"),
-        (["residual.py:pairs"], 1, "Pair returned a value of type int as item 1, besides its hidden states"),
+        (["residual.py:pairs", "--recipe", "bdia"], 1, "Pair returned a value of type int as item 1, besides its hidden states"),
         (["residual.py:reversible"], 1, "ReversibleSequence is reversible already"),
         (["residual.py:converted"], 1, "'layers0' of Net is converted already"),
         (["residual.py:odd"], 1, "KeyError: 'odd' (residual.py, line"),
@@ -198,7 +198,7 @@ def test_a_mistake_is_reported_in_a_sentence(convert: Run, args: list[str], stat
 def test_one_of_two_lists_is_converted_by_its_name(convert: Run) -> None:
     result = convert("residual.py:two", "--layers", "layers1")
     assert "10 layers in layers1" in result.stdout
-    assert 'rg.convert(model, "bdia", layers="layers1")' in result.stdout
+    assert 'rg.convert(model, "unchanged", layers="layers1")' in result.stdout
 
 
 def test_help_has_examples_and_says_what_is_run() -> None:
@@ -292,7 +292,7 @@ class TestCheckpoints:
             tf.ViTForImageClassification(config).save_pretrained(tmp_path / name)
         result = convert(name, "--json")
         assert result.exit_code == 0, result.output
-        report = json.loads(result.stdout)["reports"]["bdia"]
+        report = json.loads(result.stdout)["reports"]["unchanged"]
         assert report["layers"] == 6
         assert report["gradient_error"] == report["logits_difference"] == 0
 

@@ -27,7 +27,7 @@ Batch = Tensor | Sequence[Any] | Mapping[str, Any]
 
 def convert(
     model: nn.Module,
-    recipe: str | Recipe = "bdia",
+    recipe: str | Recipe = "unchanged",
     *,
     layers: Layers = None,
     memory: Memory = "reverse",
@@ -37,14 +37,14 @@ def convert(
     batch: Batch | None = None,
     loss: Loss | None = None,
 ) -> Conversion:
-    """Make the layers of a model reversible, in place and with the same parameters under the same names.
+    """Make a model train in less activation memory, in place and with the same parameters under the same names.
 
     The model is called as before, and its checkpoints load into the original model and back.
 
     Args:
         model: a module that calls the residual layers of an `nn.ModuleList` or `nn.Sequential` in a row: most Hugging
             Face Transformers, Diffusers and timm models, `nn.TransformerEncoder`, or your own.
-        recipe: "unchanged", "bdia", "two_stream", "momentum", "scaled" or "annealed"; or one of
+        recipe: "unchanged" (the default), "bdia", "two_stream", "momentum", "scaled" or "annealed"; or one of
             `retrograde.conversion.recipes` with its own values. "unchanged" leaves the model's function unchanged and
             recomputes from saved inputs; the others are reversible, and training computes another function. Of these,
             only "bdia" in eval, and "annealed" at its start, compute the original one.

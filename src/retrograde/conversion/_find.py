@@ -52,7 +52,7 @@ def find_layers(model: nn.Module, layers: Layers) -> list[LayerList]:
         paths = [layers] if isinstance(layers, str) else list(layers)
         if not paths:
             raise ValueError("layers=[] names no list to convert.")
-        return [found for path in paths for found in _named(model, path)]
+        return [place for path in paths for place in _named(model, path)]
     lists = list(_lists(model, nn.ModuleList)) or list(_lists(model, nn.Sequential))
     if len(lists) == 1:
         return [LayerList(lists[0][0], list(lists[0][1]))]
@@ -77,7 +77,7 @@ def _named(model: nn.Module, path: str) -> list[LayerList]:
     names = [name for name, _ in _every_list(model) if wanted.fullmatch(name)]
     if not names:
         raise _no_part(model, path)
-    return [found for name in names for found in _named(model, name + bracket + bounds)]
+    return [place for name in names for place in _named(model, name + bracket + bounds)]
 
 
 def _layers_at(model: nn.Module, path: str) -> list[nn.Module]:
