@@ -211,10 +211,10 @@ def test_the_report_leaves_the_model_as_it_was() -> None:
     assert model.training
     assert model.embed.weight.grad is None
     assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))
-    assert (report.layers, report.side_bits, report.gradient_error, report.drift) == (4, 4.0, 0.0, 0.0)
-    assert report.side_bytes == 4 * report.stream_bytes // 8
+    assert (report.layers, report.side_bits, report.gradient_error, report.drift) == (4, 1.0, 0.0, 0.0)
+    assert report.side_bytes == 4 * report.stream_bytes // 32
     assert 0 < report.logits_difference < 1
-    assert "Momentum(beta=0.0625) on 4 layers" in str(report)
+    assert "Momentum(beta=0.5) on 4 layers" in str(report)
 
 
 def test_the_report_shows_drift_without_a_grid() -> None:

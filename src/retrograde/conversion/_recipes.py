@@ -188,7 +188,7 @@ class Momentum(Recipe):
     original network. Extra bits per element per layer: log2(1 / beta), rounded up; 1 for 1/2, 4 for 1/16.
     """
 
-    beta: float = 1 / 16
+    beta: float = 1 / 2
     split: ClassVar[Split] = "first"
 
     def __post_init__(self) -> None:
