@@ -236,7 +236,7 @@ def main() -> None:
 def write(page: Page, sizes: Sizes, results: dict[str, dict[str, list[tuple[float, float]]]]) -> None:
     page.add(
         f"Character models of {sizes.depth} layers, trained for {sizes.training} steps, and all-MiniLM-L6-v2 (6 "
-        f"layers), converted and fine-tuned for {sizes.tuning} and {sizes.pairs} steps; {sizes.seeds} seeds, mean ± "
+        f"layers), converted and fine-tuned for {sizes.tuning} and {sizes.pairs} steps; mean over seeds ± "
         "standard deviation of the loss on unseen data in eval. 'minus the original' compares with the original "
         "network, fine-tuned for as many steps on the same batches: that is also what the recipe 'unchanged' gives, to "
         "the bit. Scheduled coefficients reach their last value after half of the steps."
@@ -251,7 +251,7 @@ def write(page: Page, sizes: Sizes, results: dict[str, dict[str, list[tuple[floa
             difference = [a - b for a, b in zip(after, original, strict=True)]
             rows.append([name, RECIPES[name][2], spread(before), spread(after), spread(difference)])
         head = ["recipe", "extra bits per element per layer", "converted", "fine-tuned", "minus the original"]
-        page.add(f"## {place}", table(head, rows))
+        page.add(f"## {place}", f"Seeds: {len(original)}.", table(head, rows))
     page.write()
 
 
