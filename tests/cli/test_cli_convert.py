@@ -180,7 +180,11 @@ def test_gradients_past_the_tolerance_have_status_one(convert: Run, monkeypatch:
         (["residual.py:two"], 1, "Net has 2 lists of two or more layers of one class: 'layers0', 'layers1'"),
         (["residual.py:plain"], 1, "Linear has no lists of two or more layers"),
         (["residual.py:wrong_shape"], 1, "a training step of the original residual.py:wrong_shape raised RuntimeError"),
-        (["residual.py:pairs", "--recipe", "bdia"], 1, "Pair returned a value of type int as item 1, besides its hidden states"),
+        (
+            ["residual.py:pairs", "--recipe", "bdia"],
+            1,
+            "Pair returned a value of type int as item 1, besides its hidden",
+        ),
         (["residual.py:reversible"], 1, "ReversibleSequence is reversible already"),
         (["residual.py:converted"], 1, "'layers0' of Net is converted already"),
         (["residual.py:odd"], 1, "KeyError: 'odd' (residual.py, line"),
