@@ -70,10 +70,19 @@ SELECTIVE = register(
         'like "reverse", with the results of expensive operators saved (attention, or each step\'s save_ops)',
         partial(ReverseTape, is_selective=True),
         True,
+        fallback="selective checkpoint",
     )
 )
 CHECKPOINT = register(
     MemoryMode("checkpoint", "save each block's input, and run the block again", CheckpointTape, blocks_per_tape=1)
+)
+SELECTIVE_CHECKPOINT = register(
+    MemoryMode(
+        "selective checkpoint",
+        'like "checkpoint", with the results of expensive operators saved: "selective" for blocks without an inverse',
+        partial(CheckpointTape, is_selective=True),
+        blocks_per_tape=1,
+    )
 )
 OFFLOAD = register(
     MemoryMode(

@@ -66,6 +66,21 @@ def huge(): return Net(Huge), torch.randn(4, 9, 8)
 def pairs(): return Unpacks(Pair), torch.randn(4, 9, 8)
 def plain(): return nn.Linear(8, 8), torch.randn(4, 8)
 def wrong_shape(): return Net(), torch.randn(4, 9)
+def reversible():
+    import retrograde as rg
+    return rg.ReversibleSequence([rg.two_stream(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)]), torch.randn(4, 8)
+def converted():
+    import retrograde as rg
+    model = Net()
+    rg.convert(model, "scaled")
+    return model, torch.randn(4, 9, 8)
+class Odd(Layer):
+    def forward(self, x):
+        if hasattr(self, "called"):
+            raise KeyError("odd")
+        self.called = True
+        return super().forward(x)
+def odd(): return Net(Odd), torch.randn(4, 9, 8)
 """
 
 Run = Callable[..., Any]
@@ -85,12 +100,12 @@ def row(output: str, label: str) -> str:
 
 
 def test_the_report_shows_what_the_conversion_does_and_the_status_is_zero(convert: Run) -> None:
-    result = convert("residual.py:make")
+    result = convert("residual.py:make", "--recipe", "bdia")
     assert result.exit_code == 0, result.output
     assert "10 layers in layers0" in result.stdout
-    assert row(result.stdout, "outputs in eval differ by") == "0, to the bit"
-    assert row(result.stdout, "error of gradients") == "0, to the bit"
-    assert row(result.stdout, "error of recomputed streams") == "0, to the bit"
+    assert row(result.stdout, "against stock, eval: outputs differ by") == "0, to the bit"
+    assert row(result.stdout, "against stored: error of gradients") == "0, to the bit"
+    assert row(result.stdout, "against stored: error of recomputed streams") == "0, to the bit"
     assert row(result.stdout, "extra bits per element per layer") == "0.9"  # none in the first layer
     for label in ("peak, original", "peak, converted: checkpoint", "peak, converted: reverse"):
         assert row(result.stdout, label).endswith("KiB")
@@ -106,8 +121,25 @@ def test_several_recipes_with_their_own_values_are_shown_side_by_side(convert: R
     assert "recipes.Momentum(beta=0.25)" in result.stdout
 
 
+def test_the_command_says_for_each_recipe_whether_training_computes_another_function(convert: Run) -> None:
+    result = convert("residual.py:make", "--recipe", "unchanged", "--recipe", "bdia", "--recipe", "momentum")
+    assert result.exit_code == 0, result.output
+    columns = re.split(" {2,}", row(result.stdout, "training computes"))
+    assert columns == [
+        "the original function, to the bit",
+        "another function, drawn at random in every call",
+        "another function",
+    ]
+    differences = re.split(" {2,}", row(result.stdout, "against stock, training: gradients differ by"))
+    assert differences[0] == "0, to the bit"
+    assert all(0.001 < float(difference) < 2 for difference in differences[1:])
+    assert re.split(" {2,}", row(result.stdout, "peak, converted: reverse"))[0] == "no inverse"
+    assert "bdia trains another function than the model's" in result.stdout
+    assert "momentum computes another function than the model was trained for" in result.stdout
+
+
 def test_json_is_all_that_is_on_stdout(convert: Run) -> None:
-    result = convert("residual.py:named", "--json")
+    result = convert("residual.py:named", "--recipe", "bdia", "--json")
     assert result.exit_code == 0
     printed = json.loads(result.stdout)
     report = printed["reports"]["bdia"]
@@ -119,7 +151,7 @@ def test_json_is_all_that_is_on_stdout(convert: Run) -> None:
 
 
 def test_a_warning_of_the_conversion_becomes_a_note_after_the_report(convert: Run) -> None:
-    result = convert("residual.py:huge", "--json", "--grid-bits", "20")
+    result = convert("residual.py:huge", "--recipe", "bdia", "--json", "--grid-bits", "20")
     notes = json.loads(result.stdout)["notes"]
     assert any("continues with a grid of" in note for note in notes)
     assert f"Note: {notes[0]}" in result.stderr
@@ -138,7 +170,7 @@ def test_gradients_past_the_tolerance_have_status_one(convert: Run, monkeypatch:
     ("args", "status", "sentence"),
     [
         (["residual.py:nowhere"], 2, "has no 'nowhere'"),
-        (["residual.py:make", "--recipe", "adia"], 2, "recipe='adia' is not known; choose one of 'bdia'"),
+        (["residual.py:make", "--recipe", "adia"], 2, "recipe='adia' is not known; choose one of 'unchanged', 'bdia'"),
         (["residual.py:make", "--recipe", "scaled:kep=1"], 2, "scaled has no value 'kep'. It has keep."),
         (["residual.py:make", "--recipe", "bdia:gamma=1"], 2, "bdia has no value 'gamma'. It has no values."),
         (["residual.py:make", "--recipe", "scaled:keep=half"], 2, "could not convert string to float"),
@@ -148,7 +180,14 @@ def test_gradients_past_the_tolerance_have_status_one(convert: Run, monkeypatch:
         (["residual.py:two"], 1, "Net has 2 lists of two or more layers of one class: 'layers0', 'layers1'"),
         (["residual.py:plain"], 1, "Linear has no lists of two or more layers"),
         (["residual.py:wrong_shape"], 1, "a training step of the original residual.py:wrong_shape raised RuntimeError"),
-        (["residual.py:pairs"], 1, "Pair returned a value of type int as item 1, besides its hidden states"),
+        (
+            ["residual.py:pairs", "--recipe", "bdia"],
+            1,
+            "Pair returned a value of type int as item 1, besides its hidden",
+        ),
+        (["residual.py:reversible"], 1, "ReversibleSequence is reversible already"),
+        (["residual.py:converted"], 1, "'layers0' of Net is converted already"),
+        (["residual.py:odd"], 1, "KeyError: 'odd' (residual.py, line"),
         (["."], 2, "has no config.json. Name a folder that save_pretrained wrote"),
     ],
 )
@@ -163,7 +202,7 @@ def test_a_mistake_is_reported_in_a_sentence(convert: Run, args: list[str], stat
 def test_one_of_two_lists_is_converted_by_its_name(convert: Run) -> None:
     result = convert("residual.py:two", "--layers", "layers1")
     assert "10 layers in layers1" in result.stdout
-    assert 'rg.convert(model, "bdia", layers="layers1")' in result.stdout
+    assert 'rg.convert(model, "unchanged", layers="layers1")' in result.stdout
 
 
 def test_help_has_examples_and_says_what_is_run() -> None:
@@ -202,6 +241,48 @@ class TestCheckpoints:
         assert "Code that comes with a checkpoint is not run" in result.stderr
 
     @pytest.mark.interop
+    @pytest.mark.parametrize("architecture", ["AutoModelForCausalLM", "AutoModel", "pipeline", "GPT2Config", "Trainer"])
+    @pytest.mark.parametrize("model_type", ["gpt2", "evil"])
+    def test_no_code_of_the_folder_is_run_and_nothing_is_asked(
+        self, convert: Run, tmp_path: Path, architecture: str, model_type: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pytest.importorskip("transformers")
+        folder = self.config(
+            tmp_path / "evil",
+            architectures=[architecture],
+            model_type=model_type,
+            auto_map=dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), "code.Evil"),
+        )
+        (folder / "code.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
+        (folder / "model.safetensors").write_bytes(b"")
+        asked: list[str] = []
+        monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "y")
+        result = convert("evil")
+        assert result.exit_code == 2
+        assert f"holds a {architecture}, which is no model of transformers" in result.stderr
+        assert not asked
+        assert not (tmp_path / "ran").exists()
+        assert "Traceback" not in result.stderr
+
+    @pytest.mark.interop
+    @pytest.mark.parametrize("place", ["top", "part"])
+    def test_a_model_of_transformers_is_read_by_its_class_whatever_auto_map_says(
+        self, convert: Run, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tf = pytest.importorskip("transformers")
+        text = tf.GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=6, n_head=2, bos_token_id=0)
+        tf.GPT2LMHeadModel(text).save_pretrained(tmp_path / "own")
+        path = tmp_path / "own" / "config.json"
+        own = {"auto_map": dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "code.Evil")}
+        values = json.loads(path.read_text())
+        path.write_text(json.dumps({**values, **own} if place == "top" else {**values, "part": own}))
+        (tmp_path / "own" / "code.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
+        monkeypatch.setattr("builtins.input", lambda prompt="": pytest.fail("it asked"))
+        result = convert("own", "--json")
+        assert result.exit_code == 0, result.output
+        assert not (tmp_path / "ran").exists()
+
+    @pytest.mark.interop
     @pytest.mark.parametrize("name", ["gpt2", "vit"])
     def test_the_report_of_a_checkpoint_is_that_of_its_model(self, convert: Run, tmp_path: Path, name: str) -> None:
         tf = pytest.importorskip("transformers")
@@ -215,7 +296,7 @@ class TestCheckpoints:
             tf.ViTForImageClassification(config).save_pretrained(tmp_path / name)
         result = convert(name, "--json")
         assert result.exit_code == 0, result.output
-        report = json.loads(result.stdout)["reports"]["bdia"]
+        report = json.loads(result.stdout)["reports"]["unchanged"]
         assert report["layers"] == 6
         assert report["gradient_error"] == report["logits_difference"] == 0
 

@@ -81,6 +81,8 @@ def formula(model: Model, x: Tensor, mask: Tensor, recipe: Any) -> Tensor:
         else:
             gamma = recipe.gamma if i else 0.0
             before, now = now, gamma * before + (1 - gamma) * now + (1 + gamma) * (layer(now, mask) - now)
+    if isinstance(recipe, recipes.Momentum):
+        now = now + recipe.beta / (1 - recipe.beta) * velocity
     return model.head(now)
 
 
@@ -167,6 +169,25 @@ def test_each_layer_gets_the_arguments_of_its_own_call(recipe: Any) -> None:
     torch.testing.assert_close(model(x, mask), expected, rtol=1e-12, atol=1e-12)
 
 
+def test_with_momentum_every_update_enters_the_output_in_full() -> None:
+    """Where no layer depends on its input, momentum is the original network, whatever beta."""
+
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.update = nn.Parameter(torch.randn(8))
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return x + self.update
+
+    model = Model().double()
+    model.layers = nn.ModuleList(Constant() for _ in range(4)).double()
+    x = batch()["x"].double()
+    expected = model(x)
+    convert(model, recipes.Momentum(0.5), exact=False)
+    torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
+
+
 def test_memory_does_not_grow_with_depth_without_side_bits() -> None:
     def peaks(depth: int) -> dict[str, int]:
         report = convert(Model(depth, width=32), "two_stream", batch=batch(16)).report
@@ -190,10 +211,10 @@ def test_the_report_leaves_the_model_as_it_was() -> None:
     assert model.training
     assert model.embed.weight.grad is None
     assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))
-    assert (report.layers, report.side_bits, report.gradient_error, report.drift) == (4, 4.0, 0.0, 0.0)
-    assert report.side_bytes == 4 * report.stream_bytes // 8
+    assert (report.layers, report.side_bits, report.gradient_error, report.drift) == (4, 1.0, 0.0, 0.0)
+    assert report.side_bytes == 4 * report.stream_bytes // 32
     assert 0 < report.logits_difference < 1
-    assert "Momentum(beta=0.0625) on 4 layers" in str(report)
+    assert "Momentum(beta=0.5) on 4 layers" in str(report)
 
 
 def test_the_report_shows_drift_without_a_grid() -> None:
@@ -228,7 +249,7 @@ def test_the_report_is_short_and_so_is_what_is_printed_of_the_model() -> None:
     assert repr(conversion.stack).startswith("ConvertedStack(recipe=Momentum(beta=0.25), 12 layers, branches='layers'")
     assert len(repr(conversion.stack).splitlines()) == 1
     assert len(repr(model).splitlines()) == lines + 1
-    assert len(str(conversion.report).splitlines()) == 5
+    assert len(str(conversion.report).splitlines()) == 7
 
 
 def test_undo_restores_the_original_model() -> None:
@@ -258,6 +279,20 @@ def test_annealing_starts_with_the_original_function_and_ends_without_side_bits(
     assert bits == [4 * 3 / 4, 2 * 3 / 4, 1 * 3 / 4, 0.0]
     conversion.anneal(0.0)
     assert torch.equal(model(**batch()), expected)
+
+
+def test_momentum_is_annealed_from_four_bits_to_one() -> None:
+    model = Model()
+    conversion = convert(model, "momentum", memory="store")
+    bits = []
+    for beta in (1 / 16, 1 / 4, 1 / 2):
+        conversion.anneal(beta)
+        bits.append(conversion.measure(batch()).side_bits)
+        stored = gradients(model.train(), batch())
+        conversion.stack.memory = "reverse"
+        assert_same_bits(gradients(model, batch()), stored)
+        conversion.stack.memory = "store"
+    assert bits == [4.0, 2.0, 1.0]
 
 
 def test_copies_and_pickles_are_converted_too_and_independent() -> None:
@@ -352,7 +387,7 @@ def test_streams_that_leave_the_range_continue_on_a_coarser_grid() -> None:
 
 
 def test_what_cannot_work_raises_an_error_that_says_why() -> None:
-    with pytest.raises(ValueError, match="recipe='bda' is not known; choose one of 'bdia'"):
+    with pytest.raises(ValueError, match="recipe='bda' is not known; choose one of 'unchanged', 'bdia'"):
         convert(Model(), "bda")
     with pytest.raises(ValueError, match="doubles the rounding error"):
         convert(Model(), "bdia", exact=False)
@@ -366,18 +401,33 @@ def test_what_cannot_work_raises_an_error_that_says_why() -> None:
     convert(pair, layers="decoder.layers")
     with pytest.raises(ValueError, match="converted already"):
         convert(pair, layers="decoder.layers")
-    with pytest.raises(ValueError, match="anneal is for the recipe 'annealed'"):
-        convert(Model()).anneal(0.5)
+    with pytest.raises(ValueError, match="anneal is for the recipes 'annealed' and 'momentum'"):
+        convert(Model(), "bdia").anneal(0.5)
     with pytest.raises(ValueError, match="from 1/256 to 1"):
         recipes.Annealed(2.0)
+    with pytest.raises(ValueError, match="from 1/256 to less than 1"):
+        recipes.Momentum(1.0)
+
+
+class Skipping(Model):
+    """Leaves out a layer."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.embed(x)
+        for layer in (self.layers[0], *self.layers[2:]):
+            x = layer(x, mask=mask)
+        return self.head(x)
 
 
 def test_code_between_the_layers_is_detected() -> None:
     model = Model()
     convert(model, "two_stream")
     model.layers[1].register_forward_hook(lambda module, args, output: output * 2)
-    with pytest.raises(RuntimeError, match=r"Layer 2 .* did not get what layer 1 returned"):
+    with pytest.raises(RuntimeError, match=r"after layer 1 of 'layers' do not exist.*\(mul was called on them"):
         model(**batch())
+    convert(skipping := Skipping(), "two_stream")
+    with pytest.raises(RuntimeError, match=r"Layer 2 .* did not get what layer 1 returned"):
+        skipping(**batch())
 
 
 class Staged(nn.Module):

@@ -177,7 +177,7 @@ def test_learned_keys_get_their_gradients_with_stored_activations() -> None:
 
 def test_relative_positions_that_the_first_layer_computes_raise_an_error_that_says_what_to_do() -> None:
     model, batch = ARCHITECTURES["t5"].make()
-    convert(model.train(), layers="encoder.block")
+    convert(model.train(), "bdia", layers="encoder.block")
     with pytest.raises(ValueError, match=r"Layer 1 .* as position_bias .*layers='name.of.list\[1:\]'"):
         model(**batch)
 
@@ -185,7 +185,7 @@ def test_relative_positions_that_the_first_layer_computes_raise_an_error_that_sa
 def test_layer_drop_in_the_config_is_refused() -> None:
     model, _ = Architecture("Wav2Vec2ForCTC", {**AUDIO, "layerdrop": 0.1}).make()
     with pytest.raises(ValueError, match=r"config\.layerdrop=0\.1.*Set it to 0 before you convert"):
-        convert(model)
+        convert(model, "bdia")
 
 
 def test_checkpointing_that_was_on_does_not_wrap_the_stack_and_is_restored_by_undo() -> None:

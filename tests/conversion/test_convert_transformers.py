@@ -178,12 +178,14 @@ def test_hidden_states_and_attentions_are_unchanged_after_bdia_in_eval() -> None
     assert all(torch.equal(a, b) for a, b in zip(output.attentions, expected.attentions, strict=True))
 
 
-def test_states_between_rewired_layers_are_nan_and_not_numbers_that_look_right() -> None:
+def test_states_between_rewired_layers_are_no_numbers_that_look_right() -> None:
     model, batch = gpt2()
     conversion = convert(model, "two_stream")
     output = model(**batch, output_hidden_states=True)
     assert output.logits.isfinite().all()
-    assert all(state.isnan().all() for state in output.hidden_states[1:-1])
+    for state in output.hidden_states[1:-1]:
+        with pytest.raises(RuntimeError, match="do not exist"):
+            state.isnan()
     with conversion.original():
         assert all(s.isfinite().all() for s in model(**batch, output_hidden_states=True).hidden_states)
 

@@ -31,8 +31,8 @@ def convert(
     recipe: Annotated[
         list[str] | None,
         typer.Option(
-            help="bdia (the default), two_stream, momentum, scaled or annealed; give the option several times for "
-            "several.",
+            help="unchanged (the default), bdia, two_stream, momentum, scaled or annealed; give the option several "
+            "times for several.",
             show_default=False,
         ),
     ] = None,
@@ -46,9 +46,9 @@ def convert(
     tolerance: Annotated[float, typer.Option(help="The relative error of gradients that is accepted.")] = 1e-3,
     as_json: Annotated[bool, typer.Option("--json", help="Print the reports as JSON, and nothing else.")] = False,
 ) -> None:
-    """Make the layers of a model reversible, and report what that does to it.
+    """Make a model train in less memory, unchanged or reversibly, and report what that does to it.
 
-    The model has residual layers in an `nn.ModuleList`: most Hugging Face Transformers models,
+    The model has residual layers in an `nn.ModuleList` or `nn.Sequential`: most Hugging Face Transformers models,
     `nn.TransformerEncoder`, or your own. Name a function that returns it with a batch:
 
         # my_model.py
@@ -58,15 +58,15 @@ def convert(
             return model, tokens                   # or model, batch, loss
 
         retrograde convert my_model.py:make
-        retrograde convert my_model.py:make --recipe bdia --recipe momentum:beta=0.25
+        retrograde convert my_model.py:make --recipe unchanged --recipe momentum:beta=0.5
         retrograde convert path/to/checkpoint --recipe two_stream --json > report.json
 
-    The report contains the difference of the outputs in eval, the loss before and after, the error of the gradients
-    compared with stored activations, the error of recomputed streams, the extra bits that are saved, and the
-    peak memory before and after. A checkpoint is run on random tokens or pixels.
+    The report says for each recipe what training and eval compute, and compares with the original model (outputs,
+    loss, gradients in training) and with stored activations (gradients, recomputed streams); then the extra bits that
+    are saved, and the peak memory before and after. A checkpoint is run on random tokens or pixels.
 
     Nothing is written: a conversion changes what the layers compute, not the weights or their names, so your
-    checkpoints stay valid. In the training script: `rg.convert(model, "bdia")`.
+    checkpoints stay valid. In the training script: `rg.convert(model, "unchanged")`.
 
     Exit status: 0 converted, with gradients within the tolerance; 1 the gradients are past it, or the model cannot be
     converted; 2 wrong usage, or a target that cannot be loaded.
@@ -74,7 +74,7 @@ def convert(
     if not tolerance >= 0:
         fail(f"--tolerance {tolerance:g}: give a relative error, 0 or greater, as in --tolerance 1e-3.", WRONG_USAGE)
     with ending_on(TargetError, ValueError):
-        recipes = {text: _parse_recipe(text) for text in recipe or ["bdia"]}
+        recipes = {text: _parse_recipe(text) for text in recipe or ["unchanged"]}
         loaded = load_checkpoint(Path(target)) if Path(target).is_dir() else load(target)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -118,11 +118,15 @@ def _reports(
     with telling(f"Cannot convert: a training step of the original {target.name} raised"):
         step_seconds(target.model, target.batch, target.loss)
     with ending_on(ValueError, status=FAULT if layers is None else WRONG_USAGE, prefix="Cannot convert: "):
-        place, _ = find_layers(target.model, layers)
+        places = ", ".join(place.path for place in find_layers(target.model, layers))
     reports = {}
     for name, recipe in recipes.items():
-        with ending_on(ValueError, TypeError, RuntimeError, status=FAULT, prefix=f"Cannot convert with {name}: "):
-            conversion = rg.convert(target.model, recipe, layers=layers, grid_bits=grid_bits)
+        with (
+            telling(f"Cannot convert with {name}: the converted {target.name} raised"),
+            ending_on(ValueError, TypeError, RuntimeError, status=FAULT, prefix=f"Cannot convert with {name}: "),
+        ):
+            bits = grid_bits if recipe.has_inverse else None
+            conversion = rg.convert(target.model, recipe, layers=layers, grid_bits=bits)
             reports[name] = conversion.measure(target.batch, loss=target.loss)
             conversion.undo()
-    return place, reports
+    return places, reports

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from retrograde.engine.rng import torch_generators
 from retrograde.measure.batches import call, tensors_in
 from retrograde.measure.loss import Loss, default_loss
 from retrograde.measure.training_step import loss_of, step_tracker
+from retrograde.memory import mode_named
 from retrograde.network.streams import Streams
 
 from ._report import Report
@@ -23,33 +25,43 @@ from ._stack import ConvertedStack
 MODES = ("store", "checkpoint", "reverse")
 
 
-def measure(model: nn.Module, stack: ConvertedStack, batch: Any, loss: Loss | None) -> Report:
+def measure(model: nn.Module, stacks: Sequence[ConvertedStack], batch: Any, loss: Loss | None) -> Report:
     """Run the original and the converted model on one batch. The model is left as it was."""
-    with preserve(model):  # the stack's memory and route too
-        trial = _Trial(model, stack, batch, loss)
+    with preserve(model):  # the stacks' memory and route too
+        trial = _Trial(model, stacks, batch, loss)
         model.eval()
         with torch.no_grad():
-            with stack.routed("original"):
+            with trial.original():
                 before = trial.output()
             after = trial.output()
         losses = [float(trial.loss(output)) for output in (before, after)]
         model.train()
-        true, _ = trial.gradients("store")
-        recomputed, streams = trial.gradients("reverse")
-        gradient_error = relative_error(recomputed, true)
+        with trial.original():
+            stock_loss, stock, _ = trial.gradients("store")
+        stored_loss, stored, _ = trial.gradients("store")
+        _, recomputed, statistics = trial.gradients("reverse")
+        gradient_error, stock_error = relative_error(recomputed, stored), relative_error(stored, stock)
         peaks = trial.peaks()  # adds to the gradients
+    recipe, layers = stacks[0].recipe, sum(map(len, stacks))
+    side_bytes = sum(s.side_bytes for s in statistics)
+    saved_elements = sum(s.elements * len(stack) for s, stack in zip(statistics, stacks, strict=True))
     return Report(
-        recipe=repr(stack.recipe),
-        layers=len(stack),
-        branches=stack.parts,
+        recipe=repr(recipe),
+        layers=layers,
+        branches=" / ".join(dict.fromkeys(stack.parts for stack in stacks)),
+        in_training=recipe.in_training,
+        in_eval=recipe.in_eval,
         logits_difference=float((_main(after).double() - _main(before).double()).abs().max()),
         loss_before=losses[0],
         loss_after=losses[1],
+        training_loss_before=stock_loss,
+        training_loss_after=stored_loss,
+        gradient_difference=stock_error,
         gradient_error=gradient_error,
-        drift=streams.drift,
-        side_bits=8 * streams.side_bytes / max(streams.elements, 1) / len(stack),
-        side_bytes=streams.side_bytes,
-        stream_bytes=streams.stream_bytes,
+        drift=max(s.drift for s in statistics),
+        side_bits=8 * side_bytes / max(saved_elements, 1),
+        side_bytes=side_bytes,
+        stream_bytes=max(s.stream_bytes for s in statistics),
         peaks=peaks,
     )
 
@@ -57,35 +69,61 @@ def measure(model: nn.Module, stack: ConvertedStack, batch: Any, loss: Loss | No
 class _Trial:
     """Runs of a converted model on one batch, all from the same RNG state."""
 
-    def __init__(self, model: nn.Module, stack: ConvertedStack, batch: Any, loss: Loss | None) -> None:
-        self.model, self.stack, self.batch, self.loss = model, stack, batch, loss or default_loss
+    def __init__(self, model: nn.Module, stacks: Sequence[ConvertedStack], batch: Any, loss: Loss | None) -> None:
+        self.model, self.stacks, self.batch, self.loss = model, stacks, batch, loss or default_loss
         self._rng = StateSnapshot([], torch_generators(dict.fromkeys(p.device for p in model.parameters())))
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+
+    @contextmanager
+    def original(self) -> Iterator[None]:
+        with ExitStack() as routes:
+            for stack in self.stacks:
+                routes.enter_context(stack.routed("original"))
+            yield
 
     def output(self) -> Any:
-        self._rng.restore()
+        self._restore()
         return call(self.model, self.batch)
 
-    def step(self) -> None:
-        self._rng.restore()
-        loss_of(self.model, self.batch, self.loss).backward()
+    def step(self) -> float:
+        self._restore()
+        loss = loss_of(self.model, self.batch, self.loss)
+        loss.backward()
+        return float(loss.detach())
 
-    def gradients(self, memory: str) -> tuple[list[Tensor], _StreamStatistics]:
-        """The gradients of one training step, and what was seen of the streams."""
-        statistics = _StreamStatistics(self.stack)
-        self.stack.memory = memory
+    def _restore(self) -> None:
+        """All runs start from the same RNG state and the same buffers, which a step may have updated."""
+        self._rng.restore()
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+
+    def gradients(self, memory: str) -> tuple[float, list[Tensor], list[_StreamStatistics]]:
+        """The loss and the gradients of one training step, and what was seen of the streams."""
+        statistics = [_StreamStatistics(stack) for stack in self.stacks]
+        self._set_memory(memory)
         self.model.zero_grad()
-        with self.stack.observed_by(statistics):
-            self.step()
-        return [p.grad for p in self.model.parameters() if p.grad is not None], statistics
+        with ExitStack() as observers:
+            for stack, each in zip(self.stacks, statistics, strict=True):
+                if stack.recipe.has_inverse:
+                    observers.enter_context(stack.observed_by(each))
+            loss = self.step()
+        return loss, [p.grad for p in self.model.parameters() if p.grad is not None], statistics
 
     def peaks(self) -> dict[str, int]:
         """The peak of live bytes in one step of the original model, and of the converted one in each memory mode."""
-        with self.stack.routed("original"):
+        with self.original():
             peaks = {"original": self._peak()}
         for mode in MODES:
-            self.stack.memory = mode
-            peaks[mode] = self._peak()
+            if self.stacks[0].recipe.has_inverse or not mode_named(mode).needs_inverse:
+                self._set_memory(mode)
+                peaks[mode] = self._peak()
         return peaks
+
+    def _set_memory(self, memory: str) -> None:
+        for stack in self.stacks:
+            stack.memory = memory
 
     def _peak(self) -> int:
         self.step()  # what a first run keeps for later ones does not count

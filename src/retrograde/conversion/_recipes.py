@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,14 +11,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from retrograde.couplings import Additive, Coupling, Scaled
+from retrograde.couplings import Additive, Coupling, Replace, Scaled
+from retrograde.engine.torch_internals import tree_flatten
 from retrograde.network.block import Block
 from retrograde.network.choices import check_choice
 from retrograde.network.step import Step
 from retrograde.network.streams import Merge, Split
 
 from ._bdia import SignedHalf
-from ._find import OriginalLayer, Sublayer
+from ._caches import with_own_caches
+from ._layers import OriginalLayer, Sublayer
 
 Calls = tuple[dict[str, Any], ...]
 Part = OriginalLayer | Sublayer
@@ -56,15 +59,54 @@ class BDIABranch(Branch):
         return sign, update * (1 + sign / 2) - sign * x
 
 
+class WholeBranch(Branch):
+    """A layer as it is. The first tensor that it returns is the stream; `waiting_for_output` gets everything."""
+
+    def __call__(self, x: Tensor, calls: Calls, which: tuple[int, ...], dtype: torch.dtype) -> Any:
+        assert isinstance(self.part, OriginalLayer)
+        waiting = getattr(_WAITING, "outputs", None)
+        _WAITING.outputs = None  # before the layer runs: there may be others in it
+        call = calls[which[self.index]]
+        output = self.part(x, with_own_caches(call) if torch.is_grad_enabled() else call)
+        if waiting is not None:
+            waiting.append(output)
+        hidden = next((value for value in tree_flatten(output)[0] if isinstance(value, Tensor)), None)
+        if hidden is None:
+            raise TypeError(
+                f"{type(self.layer).__name__} returned a value of type {type(output).__name__} without a tensor in it, "
+                "so there is nothing to recompute for it. Give its block memory='store'."
+            )
+        return hidden
+
+
+_WAITING = threading.local()
+
+
+def waiting_for_output() -> list[Any]:
+    """A list to which the next `WholeBranch` that runs on this thread adds what its layer returns.
+
+    Not a part of the context: a replay must not add to it, and what a call keeps must not refer to its outputs.
+    """
+    outputs: list[Any] = []
+    _WAITING.outputs = outputs
+    return outputs
+
+
 class Recipe(ABC):
     """How a layer is made reversible.
 
     Attributes:
+        in_training: whether training computes another function than the original network, in a sentence.
+        in_eval: the same of eval.
+        has_inverse: whether layers become invertible.
         split: how the two streams start, as in `ReversibleSequence`.
         merge: how they end.
         uses_sublayers: whether attention and feed-forward become separate branches, where they can be separated.
     """
 
+    in_training: ClassVar[str] = "another function"
+    in_eval: ClassVar[str] = "the same function as in training, another than the original one"
+    has_inverse: ClassVar[bool] = True
     split: ClassVar[Split] = "duplicate"
     merge: ClassVar[Merge] = "first"
     uses_sublayers: ClassVar[bool] = False
@@ -79,8 +121,28 @@ class Recipe(ABC):
 
 
 @dataclass(frozen=True)
+class Unchanged(Recipe):
+    """The original network, in training and in eval, to the bit: no inverse, no grid, no extra bits.
+
+    Layers are recomputed from their saved inputs: memory is "checkpoint" (also where "reverse" is given), "selective",
+    "offload", "store", or a plan of these. Each layer runs when the model calls it, so that hidden states, hooks and
+    code between the layers work as before.
+    """
+
+    in_training: ClassVar[str] = "the original function, to the bit"
+    in_eval: ClassVar[str] = "the original function, to the bit"
+    has_inverse: ClassVar[bool] = False
+
+    def block(self, parts: Sequence[Part], index: int, layers: int) -> Block:
+        return Block(Step(WholeBranch(parts[0], index), target=0, sources=(0,), coupling=Replace(), name="layer"))
+
+
+@dataclass(frozen=True)
 class BDIA(Recipe):
-    """Random averaging of two steps in training, the unchanged network in eval. One extra bit per element per layer."""
+    """Random averaging of two steps in training, the original network in eval. One extra bit per element per layer."""
+
+    in_training: ClassVar[str] = "another function, drawn at random in every call; its mean is near the original one"
+    in_eval: ClassVar[str] = "the original function, to the bit"
 
     def rewires(self, training: bool) -> bool:
         return training
@@ -121,18 +183,28 @@ class TwoStream(Recipe):
 class Momentum(Recipe):
     """`v = beta v + (1 - beta) h(x)`, then `x += v`: the residual network where beta is 0.
 
-    Extra bits per element per layer: log2(1 / beta), rounded up; 4 for 1/16.
+    After the last layer, `x += beta / (1 - beta) v`: what the velocity still holds of the updates, so that each of them
+    enters the output in full. Each layer reads a state that lags behind by that much; nothing else differs from the
+    original network. Extra bits per element per layer: log2(1 / beta), rounded up; 1 for 1/2, 4 for 1/16.
     """
 
-    beta: float = 1 / 16
+    beta: float = 1 / 2
     split: ClassVar[Split] = "first"
+
+    def __post_init__(self) -> None:
+        if not 1 / 256 <= self.beta < 1:
+            raise ValueError(f"beta={self.beta}: give a value from 1/256 to less than 1.")
 
     def block(self, parts: Sequence[Part], index: int, layers: int) -> Block:
         branch = Branch(parts[0], index, own=-1.0)
-        return Block(
+        steps = [
             Step(branch, target=1, sources=(0,), coupling=Scaled(self.beta, 1 - self.beta), name="velocity"),
             Step(_same, target=0, sources=(1,), name="position"),
-        )
+        ]
+        if index == layers - 1:
+            rest = Scaled(scale=self.beta / (1 - self.beta))
+            steps.append(Step(_same, target=0, sources=(1,), coupling=rest, name="rest of the velocity"))
+        return Block(*steps)
 
 
 @dataclass(frozen=True)
@@ -186,6 +258,7 @@ def _same(stream: Tensor) -> Tensor:
 
 
 RECIPES: dict[str, Recipe] = {
+    "unchanged": Unchanged(),
     "bdia": BDIA(),
     "two_stream": TwoStream(),
     "momentum": Momentum(),

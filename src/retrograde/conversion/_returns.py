@@ -4,15 +4,14 @@ NOTE [What a layer returns besides its hidden states]
  A layer may return its hidden states alone or as the first item of a tuple. Only the last layer of a converted list
  runs when it is called, so it must be known beforehand what the others return. Each layer is therefore run once, on
  the first call of its kind. In the other places of the tuple the caller then gets None where the layer returned
- None, the argument where it returned one of its arguments, and NaN without dimensions for a tensor that it computed
- (attention weights). That NaN may be discarded, but it must not be passed to another layer of the list.
+ None, the argument where it returned one of its arguments, and a placeholder for a tensor that it computed (attention
+ weights), which may be discarded; using it is an error.
 """
 
 from __future__ import annotations
 
 import contextvars
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,6 +20,13 @@ from torch import Tensor, nn
 
 from retrograde.engine.preserve import preserve
 
+from ._placeholder import placeholder
+
+UNKNOWN = (
+    "A converted layer returned tensors besides its hidden states, such as attention weights, which do not exist: it "
+    "runs later, when the last layer is called. Ask for them under conversion.original(), in eval after the recipe "
+    "'bdia', or use the recipe 'unchanged'."
+)
 COMPUTED = "a tensor that the layer computed"  # in the place of an argument's name
 Result = TypeVar("Result")
 
@@ -54,43 +60,14 @@ class ReturnForm:
 def _substitute(item: str | None, hidden: Tensor, arguments: Mapping[str, Any]) -> Any:
     if item != COMPUTED:
         return None if item is None else arguments[item]
-    nan = hidden.detach().new_full((), float("nan"))
-    nan.retrograde_unknown = True  # type: ignore[attr-defined]
-    return nan
+    unknown = placeholder(hidden, (), UNKNOWN)
+    unknown.retrograde_unknown = True  # type: ignore[attr-defined]
+    return unknown
 
 
 def kind_of_call(arguments: Mapping[str, Any], training: bool) -> tuple[Any, ...]:
     """What decides the form of the returned value: the flags, and which arguments are None."""
     return training, *((name, value) for name, value in arguments.items() if value is None or isinstance(value, bool))
-
-
-def with_copied_caches(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, with copies of those that layers write to: key-value caches, lists and dictionaries of states."""
-    return {name: _copied(value) for name, value in arguments.items()}
-
-
-def _copied(value: Any) -> Any:
-    if type(value) is list:
-        return [_copied_tensor(v) for v in value]
-    if type(value) is dict:
-        return {k: _copied_tensor(v) for k, v in value.items()}
-    if hasattr(value, "get_seq_length"):  # its keys may have a graph (prefix tuning), which deepcopy rejects
-        return copy.deepcopy(value, {id(t): _copied_tensor(t) for t in _tensors_in(value, set())})
-    return value
-
-
-def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif id(value) not in seen:
-        seen.add(id(value))
-        parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else None
-        for part in vars(value).values() if parts is None and hasattr(value, "__dict__") else parts or ():
-            yield from _tensors_in(part, seen)
-
-
-def _copied_tensor(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def return_form(layer: nn.Module, output: Any, arguments: Mapping[str, Any]) -> ReturnForm:
@@ -102,7 +79,8 @@ def return_form(layer: nn.Module, output: Any, arguments: Mapping[str, Any]) -> 
         raise ValueError(
             f"output_attentions=True was given, and {type(layer).__name__} returns its attentions together with its "
             "hidden states. In a converted model it runs later, when the last layer is called, so they do not exist "
-            "yet. Ask for them under conversion.original(), or in eval after the recipe 'bdia'."
+            "yet. Ask for them under conversion.original(), in eval after the recipe 'bdia', or use the recipe "
+            "'unchanged'."
         )
     return ReturnForm(rest, type(output))
 
@@ -119,8 +97,8 @@ def checked_hidden(layer: nn.Module, output: Any, x: Tensor) -> Tensor:
     if hidden.shape != x.shape:
         raise ValueError(
             f"{name} was given hidden states of shape {tuple(x.shape)} and returned {tuple(hidden.shape)}. Only layers "
-            "that preserve the shape can be made reversible. If it is a stage with layers inside, name the list of "
-            "these (layers=), and call convert once per stage."
+            "that preserve the shape can be made reversible. If it is a stage with layers inside, name the lists of "
+            "these, as in layers='stages.*.blocks'; or use the recipe 'unchanged'."
         )
     return hidden
 

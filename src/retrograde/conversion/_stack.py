@@ -1,12 +1,14 @@
-"""The layers of a model as a reversible stack, which runs in their place.
+"""The layers of a model as a stack, which runs in their place.
 
 NOTE [How a converted model runs]
  The model's own code stays, and so do its layers, their names and their parameters. Only the `forward` of the layers
  is replaced. The model calls its layers in a row; each except the last records the arguments of its call and
  returns a placeholder, and the last one runs the stack. The record travels with the placeholder, not on a
- module, so that calls in several threads are independent. A placeholder contains NaN: code that reads hidden
- states between two layers gets NaN, not numbers that look right. A layer whose input is not the placeholder of the
- layer before it raises an error.
+ module, so that calls in several threads are independent. A placeholder has no values: code that reads hidden
+ states between two layers gets an error. So does a layer whose input is not the placeholder of the layer before it.
+
+ The recipe "unchanged" needs no inverse, and so nothing of the layers after a layer: each runs when it is called, under
+ a tape of its own (see `_layer_run.py`). Only when a tool observes the stack do its layers run as one.
 """
 
 from __future__ import annotations
@@ -27,9 +29,13 @@ from retrograde.engine.run import outside_compiled_graphs
 from retrograde.memory import Memory
 from retrograde.sequence import ReversibleSequence
 
-from ._find import Branches, OriginalLayer, Sublayer, sublayer_error, sublayers_of
+from ._caches import refuse_filled_caches, with_copied_caches, without_cache
+from ._find import LayerList
+from ._layer_run import check_not_partitioned, run_layer
+from ._layers import Branches, OriginalLayer, Sublayer, sublayer_error, sublayers_of
+from ._placeholder import placeholder
 from ._recipes import Recipe
-from ._returns import ReturnForm, checked_hidden, kind_of_call, return_form, run_isolated, with_copied_caches
+from ._returns import ReturnForm, checked_hidden, kind_of_call, return_form, run_isolated
 
 TOLERANCE = 1e-5
 LOW_PRECISION_TOLERANCE = 3e-2  # where sums are rounded to 8 bits
@@ -50,27 +56,26 @@ class ConvertedStack(ReversibleSequence):
     """The layers of a model, rewired. It has no parameters of its own: they stay in the layers.
 
     Args:
-        layers: the model's layers.
+        place: the model's layers, and the name of their list.
         recipe: what each layer becomes.
         memory: as in `ReversibleSequence`.
-        exact: as in `ReversibleSequence`.
+        exact: as in `ReversibleSequence`, for recipes that have an inverse.
         grid_bits: as in `ReversibleSequence`.
         branches: "auto" separates attention and feed-forward if the recipe needs it and they can be recognised;
             "split" requires it, "whole" never does.
-        first: the index of the first of these layers in the model's list.
     """
 
     def __init__(
         self,
-        layers: Sequence[nn.Module],
+        place: LayerList,
         recipe: Recipe,
         *,
         memory: Memory = "reverse",
         exact: bool = True,
         grid_bits: int | None = None,
         branches: Branches = "auto",
-        first: int = 0,
     ) -> None:
+        layers = place.layers
         originals = [OriginalLayer(layer) for layer in layers]
         pairs = [sublayers_of(layer) for layer in layers] if recipe.uses_sublayers and branches != "whole" else [None]
         if branches == "split" and None in pairs:
@@ -85,16 +90,16 @@ class ConvertedStack(ReversibleSequence):
             split=recipe.split,
             merge=recipe.merge,
             memory=memory,
-            exact=exact,
+            exact=exact and recipe.has_inverse,
             grid_bits=grid_bits,
             overflow="rescale",
         )
+        self.place = LayerList(place.path, [])  # the layers are in `originals`
         self.recipe = recipe
         self.originals = originals
         self.branches: Branches = branches
         self.route: Literal["rewired", "original"] = "rewired"
-        self.first = first
-        self.checkpointed: list[nn.Module] = []  # layers whose own checkpointing was on
+        self.switched_off: list[tuple[nn.Module, str]] = []  # checkpointing flags that were on
         self.return_forms: list[dict[tuple[Any, ...], ReturnForm]] = [{} for _ in originals]
         self._is_split_checked = False
 
@@ -105,6 +110,11 @@ class ConvertedStack(ReversibleSequence):
     def parts(self) -> str:
         """What the branches are, in words."""
         return "attention and feed-forward" if isinstance(self._parts_of_blocks()[0][0], Sublayer) else "layers"
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether a tool looks into the calls."""
+        return self._observer is not None
 
     def _parts_of_blocks(self) -> list[list[Any]]:
         """For each block its layer, or its layer's two sublayers."""
@@ -166,7 +176,11 @@ class ConvertedStack(ReversibleSequence):
     def training_arguments(self, call: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a layer in a call with gradients."""
         stores = all(mode.make_tape is None for mode in self.memory.modes)
-        return _without_cache(call, self.first, filled="keep" if stores else "refuse")
+        if not self.recipe.has_inverse:
+            if not stores:
+                refuse_filled_caches(call, self.place.first)
+            return dict(call)
+        return without_cache(call, self.place.first, filled="keep" if stores else "refuse")
 
     def _check_split(self, hidden: Tensor, calls: Sequence[dict[str, Any]]) -> None:
         """Check once, on a real call, that the sublayers recognised by name make up each layer."""
@@ -174,7 +188,7 @@ class ConvertedStack(ReversibleSequence):
             return
         is_precise = hidden.dtype in GRID_DTYPES and not torch.is_autocast_enabled(hidden.device.type)
         for i, (first, second) in enumerate(self._parts_of_blocks()):
-            arguments = _without_cache(calls[i], self.first, filled="drop")
+            arguments = without_cache(calls[i], self.place.first, filled="drop")
             error = sublayer_error(self.originals[i], (first, second), hidden, arguments)
             if not error <= (TOLERANCE if is_precise else LOW_PRECISION_TOLERANCE):
                 break
@@ -191,31 +205,68 @@ class ConvertedStack(ReversibleSequence):
         )
         self._rebuild([[original] for original in self.originals])
 
+    def check_modes(self) -> None:
+        """Raise if a recipe that changes the layers in training only finds some of them in training, some in eval."""
+        modes = [original.layer.training for original in self.originals]
+        if self.recipe.rewires(True) == self.recipe.rewires(False) or len(set(modes)) == 1:
+            return
+        still = [str(self.place.first + i) for i, training in enumerate(modes) if not training]
+        several = "s" if len(still) > 1 else ""
+        raise RuntimeError(
+            f"Of {self.place.path!r}, layer{several} {', '.join(still)} {'are' if several else 'is'} in eval mode and "
+            f"the others are in training mode. {self.recipe} changes what the list computes in training and not in "
+            f"eval, so all its layers must be in one mode: call {self.place.name}.train() or .eval() on the list (a "
+            "dropout is switched off by its p = 0), convert only the layers that are trained "
+            f"(layers='{self.place.name}[start:stop]'), or use the recipe 'unchanged'."
+        )
+
 
 def _forward(stack: ConvertedStack, index: int, /, *args: Any, **kwargs: Any) -> Any:
     """The forward of a converted layer. See NOTE [How a converted model runs]."""
     original = stack.originals[index]
     hidden, arguments = original.arguments(args, kwargs)
-    if stack.route == "original" or not stack.recipe.rewires(original.layer.training):
+    if stack.route == "original":
         return original(hidden, arguments)
-    _check_not_sharded(original.layer)
+    if not stack.recipe.has_inverse and not stack.is_observed:
+        return run_layer(stack, index, hidden, arguments)
+    if index == 0:
+        stack.check_modes()
+    if not stack.recipe.rewires(original.layer.training):
+        return original(hidden, arguments)
+    _check_not_sharded(stack, original.layer)
     pending = Pending(stack, hidden, (arguments,))
     if index:
         before = getattr(hidden, "retrograde_pending", None)
         if before is None or before.stack is not stack or len(before.calls) != index:
-            raise RuntimeError(
-                f"Layer {index} of a converted model did not get what layer {index - 1} returned. The layers of a "
-                "converted list must be called one after the other with nothing in between: no layer is skipped, "
-                "repeated, or wrapped in a checkpoint, and no hook changes what it returns. (If torch.compile "
-                "traces the model and its layers return tuples, call the model once without it first.)"
-            )
+            raise _not_in_a_row(index)
         pending = Pending(stack, before.hidden, (*before.calls, arguments), before.trial_output)
     form = _return_form(stack, index, pending)
     if index + 1 == len(stack.originals):
         return form.around(stack.finish(pending), arguments)
-    placeholder = pending.hidden.detach().new_full((), float("nan")).expand(pending.hidden.shape)
-    placeholder.retrograde_pending = pending  # type: ignore[attr-defined]
-    return form.around(placeholder, arguments)
+    states = placeholder(pending.hidden, pending.hidden.shape, _why_no_states(stack, index))
+    states.retrograde_pending = pending  # type: ignore[attr-defined]
+    return form.around(states, arguments)
+
+
+def _not_in_a_row(index: int) -> RuntimeError:
+    return RuntimeError(
+        f"Layer {index} of a converted model did not get what layer {index - 1} returned. The layers of a "
+        "converted list must be called one after the other with nothing in between: no layer is skipped, "
+        "repeated, or wrapped in a checkpoint, and no hook changes what it returns. The recipe 'unchanged' has no such "
+        "limit. (If torch.compile traces the model and its layers return tuples, call the model once without it first.)"
+    )
+
+
+def _why_no_states(stack: ConvertedStack, index: int) -> str:
+    place = stack.place
+    return (
+        f"The hidden states after layer {place.first + index} of {place.name!r} do not exist: the layers of a "
+        "converted list run as one stack, when the last of them is called. If the model returns or reads them "
+        "(output_hidden_states=True, a vision tower of which an earlier layer is read), run it under "
+        "conversion.original(), in eval after the recipe 'bdia', or convert the list in two parts that end where it is "
+        f"read: layers='{place.part(0, index + 1)}' and layers='{place.part(index + 1, None)}'. Code and hooks between "
+        "the layers are possible with the recipe 'unchanged'."
+    )
 
 
 def _return_form(stack: ConvertedStack, index: int, pending: Pending) -> ReturnForm:
@@ -226,7 +277,7 @@ def _return_form(stack: ConvertedStack, index: int, pending: Pending) -> ReturnF
             raise ValueError(
                 f"Layer {index} of a converted model got as {name} a value that an earlier layer returned, besides "
                 "its hidden states. It is not known before the last layer is called. If only the first layer computes "
-                "it, leave that one unconverted: layers='name.of.list[1:]'."
+                "it, leave that one unconverted: layers='name.of.list[1:]'; or use the recipe 'unchanged'."
             )
     forms, kind = stack.return_forms[index], kind_of_call(arguments, original.layer.training)
     if kind not in forms:
@@ -240,8 +291,9 @@ def _return_form(stack: ConvertedStack, index: int, pending: Pending) -> ReturnF
     return forms[kind]
 
 
-def _check_not_sharded(layer: nn.Module) -> None:
-    """Raise for a layer whose parameters FSDP2 gathers for its own call, which ends before the stack runs it."""
+def _check_not_sharded(stack: ConvertedStack, layer: nn.Module) -> None:
+    """Raise for a layer whose parameters are gathered for its own call, which ends before the stack runs it."""
+    check_not_partitioned(stack, layer)
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and isinstance(layer, fsdp.FSDPModule):
         raise RuntimeError(
@@ -259,32 +311,3 @@ def _index_among(call: dict[str, Any], distinct: list[dict[str, Any]]) -> int:
             return i
     distinct.append(call)
     return len(distinct) - 1
-
-
-def _without_cache(call: Mapping[str, Any], first: int, *, filled: Literal["keep", "drop", "refuse"]) -> dict[str, Any]:
-    """The arguments without an empty key-value cache, to which a branch that runs twice would write twice.
-
-    In all memory modes alike: keys that pass through a cache have another memory layout, and give other bits. Layers
-    before the `first` may have written to it.
-    """
-    caches = {name: value for name, value in call.items() if hasattr(value, "get_seq_length")}
-    for name, cache in list(caches.items()):
-        if not (content := _cache_content(cache, first)) or filled == "drop":
-            continue
-        if filled == "refuse":
-            raise ValueError(
-                f"{name} holds {content}, and gradients are enabled. The backward pass runs each layer "
-                "again, which would write to the cache twice: use torch.no_grad(), or memory='store'."
-            )
-        del caches[name]
-    without = {**call, **dict.fromkeys(caches)}
-    return {**without, "use_cache": False} if caches and "use_cache" in call else without
-
-
-def _cache_content(cache: Any, first: int) -> str:
-    """What a cache contains for the first layer, in words; "" if it is empty."""
-    try:
-        positions = int(cache.get_seq_length(first) if first else cache.get_seq_length())
-    except ValueError:  # a cache of recurrent states, which have no positions
-        return "earlier states" if cache.has_previous_state() else ""
-    return f"{positions} positions" if positions else ""

@@ -16,6 +16,7 @@ from .capture import Capture
 from .saved_streams import KeepsStreams, SavedStreams
 from .step_record import StepRecord
 from .tape import Tape
+from .torch_internals import load_compiler
 
 _LAST = 4  # so many tensors one operator may save
 
@@ -25,13 +26,24 @@ class CheckpointTape(Tape):
 
     Args:
         keep: how it keeps the streams.
+        is_selective: whether each branch saves some of its results for its replay.
     """
 
     spans_blocks = False
 
-    def __init__(self, call: Call, steps: int, *, keep: Callable[[Streams], KeepsStreams] = SavedStreams) -> None:
+    def __init__(
+        self,
+        call: Call,
+        steps: int,
+        *,
+        keep: Callable[[Streams], KeepsStreams] = SavedStreams,
+        is_selective: bool = False,
+    ) -> None:
         super().__init__(call, steps)
         self._keep = keep
+        self.is_selective = is_selective
+        if is_selective:
+            load_compiler()
 
     def begin(self, streams: Streams) -> None:
         self._start = self._keep(tuple(s.detach() for s in streams))

@@ -14,7 +14,16 @@ from retrograde.engine.preserve import preserve
 from retrograde.measure.batches import detached_leaf
 from retrograde.measure.stacks import parameters_of
 from retrograde.measure.timing import Progress, rounds
-from retrograde.memory import MODES, REVERSE, SELECTIVE, STORE, MemoryMode, Mode
+from retrograde.memory import (
+    CHECKPOINT,
+    MODES,
+    REVERSE,
+    SELECTIVE,
+    SELECTIVE_CHECKPOINT,
+    STORE,
+    MemoryMode,
+    Mode,
+)
 from retrograde.network.block import Block
 from retrograde.network.streams import Streams
 from retrograde.sequence import ReversibleSequence
@@ -90,6 +99,8 @@ def _allowed_modes(block: Block, streams: Streams) -> dict[Mode, MemoryMode]:
 
     def is_allowed(mode: MemoryMode) -> bool:
         adds_up = mode.make_tape is None or mode.blocks_per_tape == (None if mode.needs_inverse else 1)
+        if mode is SELECTIVE_CHECKPOINT and block.invertible:  # "selective" saves less there, and takes as long
+            return False
         return adds_up and mode.for_block(block) is mode and (on_accelerator or not mode.needs_accelerator)
 
     return {name: mode for name, mode in MODES.items() if is_allowed(mode)}
@@ -119,8 +130,9 @@ class _Measurer:
             alone.seconds(mode)  # a first replay takes more than later ones: it inspects everything
         sizes = {name: alone.bytes(mode) for name, mode in modes.items()}
         work = {name: alone.work(mode) for name, mode in modes.items()}
-        if SELECTIVE.name in modes and sizes[SELECTIVE.name] == sizes[REVERSE.name]:  # nothing expensive to save
-            del modes[SELECTIVE.name]
+        for selective, plain in ((SELECTIVE, REVERSE), (SELECTIVE_CHECKPOINT, CHECKPOINT)):
+            if selective.name in modes and sizes[selective.name] == sizes[plain.name]:  # nothing expensive to save
+                del modes[selective.name]
         equals = (kind(alone), tuple(sizes.items()), tuple(work.items()))
         if equals not in self.times:
             self.times[equals] = _least_seconds(alone, modes)
