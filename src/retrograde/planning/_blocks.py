@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,19 +12,39 @@ from torch import nn
 
 from retrograde.engine.exactness import grid_placements, placed_on_grid
 from retrograde.engine.preserve import preserve
+from retrograde.engine.torch_internals import has_values
 from retrograde.measure.batches import detached_leaf
+from retrograde.measure.memory_tracker import storage_bytes
 from retrograde.measure.timing import Progress, rounds
 from retrograde.memory import MODES, REVERSE, SELECTIVE, STORE, MemoryMode, Mode
 from retrograde.network.block import Block
 from retrograde.network.streams import Streams
 from retrograde.sequence import ReversibleSequence
 
-from ._block_run import BlockAlone, Surroundings, bytes_of
+from ._block_run import BlockAlone, Surroundings
 from ._costs import BlockCost, ModeCost
 
 
+Clock = Callable[[BlockAlone, Mapping[Mode, MemoryMode]], dict[Mode, float]]
+"""Takes the time of a block, forward and backward, in each of several modes."""
+
+
+def least_of_rounds(alone: BlockAlone, modes: Mapping[Mode, MemoryMode]) -> dict[Mode, float]:
+    """The least seconds of several runs in each mode, taken in turn."""
+    seconds: dict[Mode, float] = dict.fromkeys(modes, math.inf)
+    for _ in rounds():
+        for name, mode in modes.items():
+            seconds[name] = min(seconds[name], alone.seconds(mode))
+    return seconds
+
+
 def measure_blocks(
-    stack: ReversibleSequence, streams: Streams, around: Surroundings, progress: Progress
+    stack: ReversibleSequence,
+    streams: Streams,
+    around: Surroundings,
+    progress: Progress,
+    *,
+    clock: Clock = least_of_rounds,
 ) -> tuple[list[BlockCost], dict[Mode, ModeCost], Streams]:
     """The costs of every block, those of the last one with the graph of its last step kept, and the last streams.
 
@@ -34,6 +54,7 @@ def measure_blocks(
     own = _own_parameters(blocks)
     placements = grid_placements(blocks, range(len(blocks)), stack.names)
     by_kind: dict[Hashable, dict[Mode, ModeCost]] = {}
+    ends: dict[Hashable, Streams] = {}
     costs: list[BlockCost] = []
     last: dict[Mode, ModeCost] = {}
     for i, block in enumerate(blocks):
@@ -44,15 +65,17 @@ def measure_blocks(
         kind = _kind_of(alone)
         if kind not in by_kind:
             progress(f"block {i}", i, len(blocks))
-            by_kind[kind] = _all_modes(alone)
+            by_kind[kind] = _all_modes(alone, clock)
         if i == len(blocks) - 1:
-            last = _all_modes(replace(alone, keep_last_graph=True))
+            last = _all_modes(replace(alone, keep_last_graph=True), clock)
         gradients = sum(p.numel() * p.element_size() for p in own[i])
-        costs.append(BlockCost(bytes_of(streams), gradients, by_kind[kind], _same_as(by_kind[kind])))
-        with preserve(block):
-            outputs, _ = around.run(block, streams, STORE)
-        streams = tuple(map(detached_leaf, outputs))
-        del outputs
+        costs.append(BlockCost(storage_bytes(streams), gradients, by_kind[kind], _same_as(by_kind[kind])))
+        if kind not in ends or has_values(streams[0]):  # without values, blocks of one kind have one output
+            with preserve(block):
+                outputs, _ = around.run(block, streams, STORE)
+            ends[kind] = tuple(map(detached_leaf, outputs))
+            del outputs
+        streams = ends.pop(kind) if has_values(streams[0]) else ends[kind]
     progress("blocks", len(blocks), len(blocks))
     return costs, last, streams
 
@@ -68,7 +91,7 @@ def _allowed_modes(block: Block, streams: Streams) -> dict[Mode, MemoryMode]:
     return {name: mode for name, mode in MODES.items() if is_allowed(mode)}
 
 
-def _all_modes(alone: BlockAlone) -> dict[Mode, ModeCost]:
+def _all_modes(alone: BlockAlone, clock: Clock) -> dict[Mode, ModeCost]:
     """The costs of every mode that the block allows."""
     modes = _allowed_modes(alone.block, alone.streams)
     with preserve(alone.block):
@@ -77,10 +100,7 @@ def _all_modes(alone: BlockAlone) -> dict[Mode, ModeCost]:
         sizes = {name: alone.bytes(mode) for name, mode in modes.items()}
         if SELECTIVE.name in modes and sizes[SELECTIVE.name] == sizes[REVERSE.name]:  # nothing expensive to save
             del modes[SELECTIVE.name]
-        seconds: dict[Mode, float] = dict.fromkeys(modes, math.inf)
-        for _ in rounds():
-            for name, mode in modes.items():
-                seconds[name] = min(seconds[name], alone.seconds(mode))
+        seconds = clock(alone, modes)
     return {name: ModeCost(seconds[name], *sizes[name]) for name in modes}
 
 
