@@ -97,14 +97,21 @@ def refusing_values(doing: str) -> Iterator[None]:
 
 def _refuse(doing: str, error: BaseException, cause: BaseException) -> NoReturn:
     frames = traceback.extract_tb(error.__traceback__) + traceback.extract_tb(cause.__traceback__)
-    own = [f for f in frames if not any(Path(f.filename).is_relative_to(folder) for folder in _LIBRARIES)]
-    own = [f for f in own if not f.filename.startswith("<")] or list(frames)
-    line = own[-1]
+    line = _own_line([f for f in frames if not f.filename.startswith("<")])
     raise NeedsValuesError(
         f"{doing} needs the values of a tensor, and a plan on paper has none: {Path(line.filename).name}, line "
         f"{line.lineno}: `{line.line}` ({_words(cause)}). Let shapes and branches of the code depend on sizes alone, "
         "or plan on a machine that has the model (without `on`)."
     ) from cause
+
+
+def _own_line(frames: list[traceback.FrameSummary]) -> traceback.FrameSummary:
+    """The innermost line that is the user's; in a model of retrograde's own, the model's."""
+    for libraries in (_LIBRARIES, _LIBRARIES[:1]):
+        own = [f for f in frames if not any(Path(f.filename).is_relative_to(folder) for folder in libraries)]
+        if own:
+            return own[-1]
+    return frames[-1]
 
 
 def _words(cause: BaseException) -> str:

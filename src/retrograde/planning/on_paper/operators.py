@@ -10,8 +10,9 @@ NOTE [The time of an operator]
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -82,19 +83,27 @@ class OperatorClock(TorchDispatchMode):
 
     Numbers that an optimiser reads of its state (the number of its step) are answered with 1: without values there is
     none to read.
+
+    Args:
+        on_sum: called before autograd adds up two gradients of one tensor. Under a dispatch mode it does so out of place.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, on_sum: Callable[[], None] = lambda: None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.costs = OperatorCosts()
         self._device = device
+        self._on_sum = on_sum
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _ATEN._local_scalar_dense.default and _inside_optimizer():
             return 1.0
+        if func is _ATEN.add.Tensor and _called_by_autograd():
+            self._on_sum()
         result = func(*args, **(kwargs or {}))
+        if self._device.is_cpu and func in _WORKSPACES:
+            torch.empty(_WORKSPACES[func](args), dtype=torch.uint8)  # alive for a moment, as the kernel's own
         kind = _kind_of_collective(func)
         if kind is not None:
             self.costs.collectives.append(_collective(kind, func, args, result, self._device))
@@ -108,7 +117,7 @@ class OperatorClock(TorchDispatchMode):
         edits = func.__name__.partition(".")[0].endswith("_") or "out" in kwargs
         if not edits and all(id(t.untyped_storage()) in before for t in outputs):
             return  # a view
-        moved = sum({id(t): t.numel() * t.element_size() for t in (*inputs, *outputs)}.values())
+        moved = _bytes({id(t): t for t in (*inputs, *outputs)}.values())
         flops = _flops(func, args, kwargs, result)
         self.costs.flops += flops
         self.costs.operators += 1
@@ -154,6 +163,26 @@ _OWN_FORMULAS: dict[Any, Callable[..., int]] = {  # of the CPU's attention, for 
 }
 
 
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+_WORKSPACES: dict[Any, Callable[[Sequence[Any]], int]] = {
+    # oneDNN reorders the output's gradient, the input and the weight, as the profiler shows. Other kernels' workspaces,
+    # and those of accelerators, are not known here.
+    _ATEN.convolution_backward.default: lambda args: _bytes(args[:3]),
+}
+"""What kernels of the CPU allocate for themselves, in bytes."""
+
+
+def _called_by_autograd() -> bool:
+    """Whether the engine itself runs an operator, and no Python code inside the backward pass."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name in ("_fn", "inner", "wrapper"):  # torch's own, around dispatch
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
 def _dtype(inputs: Sequence[Tensor]) -> str:
     """The name of the dtype in which an operator computes."""
     dtype = next((t.dtype for t in inputs if t.is_floating_point()), torch.float32)
@@ -174,11 +203,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _inside_optimizer() -> bool:
     """Whether an optimiser's step asks."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 
@@ -198,7 +227,7 @@ def _kind_of_collective(func: Any) -> str | None:
 def _collective(kind: str, func: Any, args: Sequence[Any], result: Any, device: Device) -> Collective:
     """In a ring, a rank receives all parts but its own; all-reduce is a reduce-scatter and an all-gather."""
     ranks = _ranks(args)
-    whole = max((t.numel() * t.element_size() for t in _tensors((args, result))), default=0)
+    whole = max((_bytes([t]) for t in _tensors((args, result))), default=0)
     rounds = 2 if kind == "all-reduce" else 1
     received = rounds * whole * (len(ranks) - 1) // max(1, len(ranks))
     return Collective(kind, received, transfer_seconds(device, received, ranks))

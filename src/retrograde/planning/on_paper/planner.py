@@ -100,6 +100,8 @@ def opened(source: Source, job: Job, **sizes: int) -> Iterator[Subject]:
         extra = {"mesh": session.mesh} if job.shard == "tensor" else {}
         with refusing_values("Making the model"):
             target = _target(source, session.mode, {**sizes, **extra})
+        if job.shard != "tensor":
+            target.model.to_empty(device="cpu")  # views of a copied parameter without values do not share its storage
         yield Subject(target, job, session.mesh)
 
 

@@ -110,7 +110,8 @@ class Rank:
         self._buckets = bucket_bytes(self.model) if job.shard == "ddp" else 0
         self.optimizer = _optimizer_cost(job, trained, optimizer)
         self.parameters = storage_bytes([*self.model.parameters(), *self.model.buffers()])
-        self.step([stack.memory for stack in self.stacks])  # a first step makes what later ones find
+        # Later steps find what a first one made: gathered parameters, and how far a replay has to go.
+        self.step(["checkpoint"] * len(self.stacks))
 
     def _fused_optimizer(self, trained: list[nn.Parameter], given: Any) -> FusedOptimizer | None:
         """The optimiser that steps during the backward pass, if the job has such a one; with its state."""
@@ -142,7 +143,8 @@ class Rank:
     def _step(self) -> StepCost:
         self.model.zero_grad()
         events: list[Event] = []
-        clock = OperatorClock(self.job.device)
+        sums: list[int] = []
+        clock = OperatorClock(self.job.device, on_sum=lambda: sums.append(len(events)))
         ignored = [self.model, *tensors_in(arguments(self.batch)), *self._state()]
         with refusing_values("The training step"), MemoryTracker(ignore=ignored, events=events) as memory, clock:
             with memory.phase("forward"), self.precision():
@@ -152,7 +154,7 @@ class Rank:
                 loss.backward()
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             numbers = memory.numbers(*gradients) if self._fused is None else set()
-        cost = self._cost(events, forward, numbers, clock.costs)
+        cost = self._cost(_added_in_place(events, sums), forward, numbers, clock.costs)
         if self._fused is not None:
             self._fused.step()  # ends its round
         self.model.zero_grad()
@@ -250,6 +252,18 @@ def _part_of(number: int, operator: str, gradients: set[int], left: dict[int, tu
     if operator == _GATHERED:
         return "communication"
     return "activations" if number in left else "temporaries"
+
+
+def _added_in_place(events: list[Event], sums: Sequence[int]) -> list[Event]:
+    """The events as they are without a dispatch mode: autograd adds into a gradient that it has for itself.
+
+    It has it for itself if it frees it right after the sum; then it is the sum that the memory belonged to.
+    """
+    for i in sums:
+        if i + 1 < len(events) and events[i].change == -events[i + 1].change > 0:
+            before = events[i].live - events[i].change
+            events[i], events[i + 1] = events[i]._replace(live=before), events[i + 1]._replace(live=before)
+    return events
 
 
 def _alive(events: Sequence[Event]) -> dict[int, tuple[int, str]]:
