@@ -134,3 +134,16 @@ MODELS: dict[str, Callable[[], Made]] = {
     "GPT-2, converted": converted_gpt2,
     "TransformerEncoder, converted": converted_encoder,
 }
+
+
+def many_tokens() -> Made:
+    blocks = [rg.two_stream(mlp(64), mlp(64)) for _ in range(6)]
+    return rg.ReversibleSequence(blocks), torch.randn(16, 512, 64)
+
+
+def long_language_model() -> Made:
+    return models.ReversibleLM(256, width=64, depth=5, heads=4), torch.randint(256, (8, 512))
+
+
+RANKED: dict[str, Callable[[], Made]] = {"MLPs": many_tokens, "language model": long_language_model}
+"""For several processes: many tokens, so that the buffers which gloo's threads release late weigh little."""

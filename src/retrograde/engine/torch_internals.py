@@ -250,7 +250,7 @@ def converting_fake_modules() -> Iterator[None]:
             part._buffers.update({name: b if b is None else converted(b) for name, b in part._buffers.items()})
         return module
 
-    nn.Module._apply = convert  # type: ignore[assignment]
+    nn.Module._apply = convert  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -273,4 +273,4 @@ def process_group_named(name: str) -> Any:
     """The process group of a name, by which functional collectives call it."""
     from torch.distributed import distributed_c10d
 
-    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]

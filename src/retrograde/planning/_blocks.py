@@ -24,7 +24,6 @@ from retrograde.sequence import ReversibleSequence
 from ._block_run import BlockAlone, Surroundings
 from ._costs import BlockCost, ModeCost
 
-
 Clock = Callable[[BlockAlone, Mapping[Mode, MemoryMode]], dict[Mode, float]]
 """Takes the time of a block, forward and backward, in each of several modes."""
 

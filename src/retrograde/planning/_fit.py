@@ -114,7 +114,7 @@ def fit(
         from .on_paper.fit import fit_on
 
         _check_choices(vary, modes)
-        sizes = {"low": low, "high": high, "multiple_of": multiple_of, "vary": vary, "modes": modes}
+        sizes: dict[str, Any] = {"low": low, "high": high, "multiple_of": multiple_of, "vary": vary, "modes": modes}
         return fit_on(on, target, memory_limit=memory_limit, progress=progress, **sizes, **job)
     if job or memory_limit is None or not isinstance(target, str):
         raise TypeError("fit: without on=..., give a target by its name and a memory_limit, and nothing of a job.")

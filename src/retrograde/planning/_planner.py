@@ -105,9 +105,9 @@ def plan(
         loss: maps the model's output to a scalar; `retrograde.measure.default_loss` by default.
         stack: which stack to plan, if the model has several: its name in the model, or itself.
         progress: called with what is being measured.
-        on: the name of a device ("h100-80gb"), "this" for the machine at hand, a JSON file, or a `Device`. The budget is
-            then for everything that a rank holds, parameters and optimiser included, and the device's memory by default.
-        job: with `on`: `ranks`, `shard`, `optimizer`, `fused`, `precision` and `micro_batches`; see `Job`.
+        on: the name of a device ("h100-80gb"), "this" for the machine at hand, a JSON file, or a `Device`. The budget
+            is then for everything that a rank holds, parameters and optimiser included; by default all of its memory.
+        job: with `on`: `ranks`, `shard`, `optimizer`, `fused`, `precision`, `micro_batches`, `stage`; see `Job`.
 
     Raises:
         BudgetError: no plan fits (without `on`); the error names the smallest budget that one fits.
@@ -127,7 +127,11 @@ def plan(
 
         return plan_on(on, model, batch, budget, loss=loss, stack=stack, progress=progress, **job)
     if job or budget is None:
-        wrong = f"{', '.join(job)} only have a meaning with on=..., the device to plan for" if job else "a budget is missing"
+        wrong = (
+            f"{', '.join(job)} only have a meaning with on=..., the device to plan for"
+            if job
+            else "a budget is missing"
+        )
         raise TypeError(f"plan: {wrong}.")
     size = parse_size(budget)
     chain = measure(model, batch, loss=loss, stack=stack, progress=progress)

@@ -94,7 +94,8 @@ class Device:
         unknown = set(data) - {f.name for f in fields(cls)}
         missing = {"memory", "bandwidth", "flops"} - set(data)
         if unknown or missing:
-            wrong = [f"{sorted(unknown)} are not known"] * bool(unknown) + [f"{sorted(missing)} are missing"] * bool(missing)
+            wrong = [f"{sorted(unknown)} are not known"] if unknown else []
+            wrong += [f"{sorted(missing)} are missing"] if missing else []
             raise ValueError(
                 f"The device {name!r}: {' and '.join(wrong)}. A device has "
                 f"{', '.join(f.name for f in fields(cls) if f.name != 'name')}."

@@ -8,8 +8,8 @@ from typing import Any
 
 from retrograde.measure.formatting import parse_size
 from retrograde.memory import Mode
+from retrograde.planning._fit import Fit, Largest, Trial, Vary, check_sizes, largest
 
-from .._fit import Fit, Largest, Trial, Vary, check_sizes, largest
 from .devices import Device, device_named
 from .jobs import Job
 from .planner import opened

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ SHARDS = {
     "fsdp2": "fully_shard on each block and on the model: parameters, gradients and optimiser state are sharded",
     "hsdp": "fsdp2 within a node, replicas across nodes (two replicas if there is one node)",
     "tensor": "branches split over the ranks by the factory, which takes the device mesh as `mesh`",
-    "pipeline": "each rank has some of the blocks; micro-batches follow each other (1F1B)",
+    "pipeline": "one stage per rank (1F1B), made by the factory, which takes `stage` and `stages`; of one micro-batch",
 }
 """How a job can be sharded, and what that means."""
 
@@ -37,8 +38,9 @@ class Job:
         shard: what they share; see `SHARDS`.
         optimizer: the name of an optimiser of torch.optim, whatever its case; None for that of the factory, or AdamW.
         fused: whether it steps during the backward pass, as `retrograde.FusedOptimizer` does.
-        precision: None for what the model has; "bf16" or "fp16" for autocast to it. FSDP2 then gathers parameters in it.
+        precision: None for what the model has; "bf16" or "fp16" for autocast to it, in which FSDP2 gathers parameters.
         micro_batches: of a pipeline, how many there are in a step; four per rank by default.
+        stage: of a pipeline, which one to plan; the first holds the most micro-batches at once.
     """
 
     device: Device
@@ -48,10 +50,11 @@ class Job:
     fused: bool = False
     precision: str | None = None
     micro_batches: int | None = None
+    stage: int = 0
 
     def __post_init__(self) -> None:
         check_choice("shard", self.shard, SHARDS)
-        if not isinstance(self.ranks, int) or self.ranks < 1:
+        if self.ranks < 1:
             raise ValueError(f"ranks={self.ranks!r}: give the number of devices, 1 or more.")
         if self.ranks == 1 and self.shard != "none":
             raise ValueError(f"shard={self.shard!r} needs several ranks, and ranks=1. Give ranks=8, for example.")
@@ -65,7 +68,9 @@ class Job:
         if self.precision is not None:
             check_choice("precision", self.precision, _PRECISIONS)
         if self.fused and self.shard == "ddp":
-            raise ValueError("A fused optimiser frees gradients that DDP still has to average; use fsdp2, or fused=False.")
+            raise ValueError(
+                "A fused optimiser frees gradients that DDP still has to average; use fsdp2, or fused=False."
+            )
         if self.optimizer is not None:
             optimizer_named(self.optimizer)
 
@@ -80,6 +85,15 @@ class Job:
     def batches(self) -> int:
         """Of a pipeline: how many micro-batches a step has."""
         return self.micro_batches or 4 * self.ranks
+
+    @property
+    def in_flight(self) -> int:
+        """How many micro-batches a rank holds at once: those that went forward and have not come back."""
+        return min(self.ranks - self.stage, self.batches) if self.shard == "pipeline" else 1
+
+    @property
+    def factory_arguments(self) -> dict[str, int]:
+        return {"stage": self.stage, "stages": self.ranks} if self.shard == "pipeline" else {}
 
     @property
     def data_ranks(self) -> int:
@@ -99,7 +113,9 @@ class Job:
     def autocast_dtype(self) -> torch.dtype | None:
         return None if self.precision is None else _PRECISIONS[self.precision]
 
-    def make_optimizer(self, parameters: list[nn.Parameter], given: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+    def make_optimizer(
+        self, parameters: list[nn.Parameter], given: torch.optim.Optimizer | None
+    ) -> torch.optim.Optimizer:
         """The optimiser of parameters that may have been sharded since the given one was made."""
         kind: type[torch.optim.Optimizer] = torch.optim.AdamW
         options: dict[str, Any] = {}
@@ -123,12 +139,11 @@ def optimizer_named(name: str) -> type[torch.optim.Optimizer]:
 
 def _optimizers() -> Iterable[type[torch.optim.Optimizer]]:
     unfit = {torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam}
-    values = (getattr(torch.optim, name) for name in torch.optim.__all__)
-    return [kind for kind in values if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind not in unfit]
+    values = [getattr(torch.optim, name) for name in torch.optim.__all__]
+    kinds = [kind for kind in values if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)]
+    return [kind for kind in kinds if kind not in unfit]
 
 
 def _default_on_accelerators(kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
     """There, optimisers step all parameters at once unless they are told otherwise, and need temporaries for all."""
-    import inspect
-
     return {"foreach": True} if "foreach" in inspect.signature(kind).parameters else {}

@@ -2,9 +2,9 @@
 
 NOTE [The time of an operator]
  An operator takes as long as its arithmetic or its memory traffic does, whichever is longer: FLOPs (torch's own
- formulas, `torch.utils.flop_counter`) over the rate of its dtype, bytes read and written over the bandwidth. It takes at
- least the device's `overhead`: on an accelerator in the place of a shorter time, since the host runs ahead; on a CPU in
- addition. Causal attention counts half. Views cost nothing.
+ formulas, `torch.utils.flop_counter`) over the rate of its dtype, bytes read and written over the bandwidth. It takes
+ at least the device's `overhead`: on an accelerator in the place of a shorter time, since the host runs ahead; on a CPU
+ in addition. Causal attention counts half. Views cost nothing.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class OperatorClock(TorchDispatchMode):
     none to read.
 
     Args:
-        on_sum: called before autograd adds up two gradients of one tensor. Under a dispatch mode it does so out of place.
+        on_sum: called before autograd adds up two gradients of one tensor, out of place under any dispatch mode.
     """
 
     def __init__(self, device: Device, *, on_sum: Callable[[], None] = lambda: None) -> None:

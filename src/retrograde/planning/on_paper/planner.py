@@ -24,7 +24,6 @@ from .chain import chain_on_paper
 from .devices import Device, device_named
 from .fake_session import fake_session, refusing_values
 from .jobs import Job
-from .pipeline import PipelineRanks
 from .rank import Rank
 from .report import JobPlan, Way, speed, throughput_unit
 
@@ -45,11 +44,8 @@ class Subject:
     job: Job
     mesh: Any
 
-    def rank(self) -> Rank | PipelineRanks:
-        target = self.target
-        if self.job.shard == "pipeline":
-            return PipelineRanks(self.job, target.model, target.batch, target.loss, target.optimizer)
-        return Rank(self.job, target.model, target.batch, target.loss, target.optimizer, self.mesh)
+    def rank(self) -> Rank:
+        return Rank(self.job, self.target, self.mesh)
 
 
 def plan_on(
@@ -90,14 +86,14 @@ def plan_job(
             index = next(i for i, each in enumerate(rank.stacks) if each is chosen)
             ways += _planned(rank, index, chain, budget, ways, progress)
         unit = throughput_unit(subject.target.batch, job)
-        return JobPlan(job, budget, tuple(ways), blocks=sum(len(s) for s in rank.stacks), unit=unit)
+        return JobPlan(job, budget, tuple(ways), blocks=sum(len(each.blocks) for each in rank.stacks), unit=unit)
 
 
 @contextmanager
 def opened(source: Source, job: Job, **sizes: int) -> Iterator[Subject]:
     """A session in which the source has been made, without values."""
     with fake_session(*job.mesh) as session:
-        extra = {"mesh": session.mesh} if job.shard == "tensor" else {}
+        extra = {"mesh": session.mesh} if job.shard == "tensor" else job.factory_arguments
         with refusing_values("Making the model"):
             target = _target(source, session.mode, {**sizes, **extra})
         if job.shard != "tensor":
@@ -125,18 +121,16 @@ def _chain(subject: Subject, stack: ReversibleSequence, progress: Progress) -> C
         return chain_on_paper(target.model, target.batch, target.loss, stack, subject.job, progress)
 
 
-def _way(rank: Rank | PipelineRanks, name: str, memories: list[Any], budget: int) -> Way:
+def _way(rank: Rank, name: str, memories: list[Any], budget: int) -> Way:
     cost = rank.step(memories)
     return Way(name, None, cost, cost.memory.peak <= budget)
 
 
-def _planned(
-    rank: Rank | PipelineRanks, index: int, chain: ChainCost, budget: int, ways: list[Way], progress: Progress
-) -> list[Way]:
+def _planned(rank: Rank, index: int, chain: ChainCost, budget: int, ways: list[Way], progress: Progress) -> list[Way]:
     """The fastest plan that fits, if a mixture of modes is faster than each mode that fits.
 
     The chain knows the blocks. What it does not know, such as parameters, gathered ones and the optimiser's state, is
-    the difference between a plan's simulated peak and the chain's: learned from reversing all blocks, then from the plan.
+    the difference between a plan's simulated peak and the chain's: learned from reversing all blocks, then from plans.
     """
     reverse = next(way.cost for way in ways if way.name == "reverse")
     other = reverse.step_peak - predict(chain, chain.uniform().get("reverse", chain.uniform()["checkpoint"])).peak
@@ -162,7 +156,6 @@ def _planned(
     return [Way(_PLAN, plan, fastest.cost, fits=True)]
 
 
-def _with_plan(rank: Rank | PipelineRanks, index: int, plan: Plan) -> list[Any]:
+def _with_plan(rank: Rank, index: int, plan: Plan) -> list[Any]:
     """The plan for one stack; other stacks are reversed."""
     return [plan if i == index else "reverse" for i in range(len(rank.stacks))]
-

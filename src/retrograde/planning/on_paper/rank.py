@@ -20,12 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from retrograde.fused_optimizer import FusedOptimizer
 from retrograde.measure.batches import arguments, tensors_in
-from retrograde.measure.loss import Loss
 from retrograde.measure.memory_tracker import Event, MemoryTracker, storage_bytes
 from retrograde.measure.stacks import stacks_of
+from retrograde.measure.targets import Target
 from retrograde.measure.training_step import loss_of
 from retrograde.memory import Memory
-from retrograde.sequence import ReversibleSequence
 
 from .fake_session import refusing_values
 from .jobs import Job
@@ -74,13 +73,15 @@ class StepCost:
     Attributes:
         memory: at the peak of the whole step.
         step_peak: the peak of forward and backward alone.
-        compute: the time of its operators.
+        operators: the time of the operators of forward and backward.
+        compute: the same with the optimiser's step.
         seconds: the time of the step, with what is exchanged.
         flops: of all matrix products, recomputed ones included.
     """
 
     memory: RankMemory
     step_peak: int
+    operators: Seconds
     compute: Seconds
     seconds: Seconds
     traffic: Traffic
@@ -99,12 +100,13 @@ class OptimizerCost:
 class Rank:
     """The first rank of a job, ready to train in any memory mode."""
 
-    def __init__(self, job: Job, model: nn.Module, batch: Any, loss: Loss | None, optimizer: Any, mesh: Any) -> None:
+    def __init__(self, job: Job, target: Target, mesh: Any) -> None:
         self.job = job
-        self.batch = batch
-        self._loss = loss
-        self.model = sharded(model, job, mesh)
-        self.stacks = list(stacks_of(model).values())
+        self.batch = target.batch
+        self._loss = target.loss
+        self.model = sharded(target.model, job, mesh)
+        self.stacks = list(stacks_of(self.model).values())
+        optimizer = target.optimizer
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self._fused = self._fused_optimizer(trained, optimizer)
         self._buckets = bucket_bytes(self.model) if job.shard == "ddp" else 0
@@ -145,14 +147,16 @@ class Rank:
         events: list[Event] = []
         sums: list[int] = []
         clock = OperatorClock(self.job.device, on_sum=lambda: sums.append(len(events)))
-        ignored = [self.model, *tensors_in(arguments(self.batch)), *self._state()]
+        ignored: list[Tensor | nn.Module] = [self.model, *tensors_in(arguments(self.batch)), *self._state()]
         with refusing_values("The training step"), MemoryTracker(ignore=ignored, events=events) as memory, clock:
             with memory.phase("forward"), self.precision():
+                waiting = [loss_of(self.model, self.batch, self._loss) for _ in range(self.job.in_flight - 1)]
                 loss = loss_of(self.model, self.batch, self._loss)
             forward = len(events)
             with memory.phase("backward"):
                 loss.backward()
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            del waiting
             numbers = memory.numbers(*gradients) if self._fused is None else set()
         cost = self._cost(_added_in_place(events, sums), forward, numbers, clock.costs)
         if self._fused is not None:
@@ -169,24 +173,34 @@ class Rank:
         batch = storage_bytes(tensors_in(arguments(self.batch)))
         parts["activations"] += batch
         parts["communication"] += self._buckets
-        memory = RankMemory(
-            self.parameters, optimizer=self.optimizer.state, moment=events[at_peak].phase, **parts
-        )
+        memory = RankMemory(self.parameters, optimizer=self.optimizer.state, moment=events[at_peak].phase, **parts)
         stepping = self._while_stepping(batch)
         traffic = self._traffic(costs)
-        compute = costs.seconds + (self.optimizer.seconds if self._fused is None else NO_TIME)
+        operators = self._of_all_batches(costs.seconds)
+        compute = operators + (self.optimizer.seconds if self._fused is None else NO_TIME)
         return StepCost(
             max(memory, stepping, key=lambda m: m.peak),
             memory.peak,
+            operators,
             compute,
             _together(compute, traffic.seconds, overlapping=self.job.shard != "tensor"),
             traffic,
             costs.flops,
         )
 
+    def _of_all_batches(self, seconds: Seconds) -> Seconds:
+        """The time of a step's micro-batches, and of those during which a pipeline fills and empties."""
+        if self.job.shard != "pipeline":
+            return seconds
+        forwards = 1 + (self.job.in_flight - 1) / 3  # more of them ran than backward passes, which take twice as long
+        passes = (self.job.batches + self.job.ranks - 1) / forwards
+        return Seconds(*(value * passes for value in seconds))
+
     def _while_stepping(self, batch: int) -> RankMemory:
         """The memory while the optimiser steps; a fused one does so in the backward pass."""
-        gradients = 0 if self._fused is not None else storage_bytes([p for p in self.model.parameters() if p.requires_grad])
+        gradients = (
+            0 if self._fused is not None else storage_bytes([p for p in self.model.parameters() if p.requires_grad])
+        )
         return RankMemory(
             self.parameters, gradients, self.optimizer.state, batch, self._buckets, self.optimizer.temporaries,
             "optimiser step",

@@ -98,10 +98,14 @@ class JobPlan:
         job = self.job
         ranks = f"{job.ranks} x {job.device.title or job.device.name}"
         shared = "" if job.shard == "none" else f", {job.shard}"
+        if job.shard == "pipeline":
+            shared += f", stage {job.stage} with {job.in_flight} micro-batches at once"
         return f"Predicted for {ranks}{shared}, {format_bytes(self.budget)} each. Bytes of one rank at its peak:"
 
     def _bytes(self) -> list[str]:
-        rows = [("", "parameters", "gradients", "optimiser", "activations", "exchanged", "temporaries", "peak", "")]
+        rows: list[tuple[str, ...]] = [
+            ("", "parameters", "gradients", "optimiser", "activations", "exchanged", "temporaries", "peak", "")
+        ]
         for way in self.ways:
             memory = way.cost.memory
             sizes = [format_bytes(getattr(memory, part)) for part in _PARTS]

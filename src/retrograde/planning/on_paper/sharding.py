@@ -23,7 +23,8 @@ def sharded(model: nn.Module, job: Job, mesh: Any) -> nn.Module:
 
     dtype = job.autocast_dtype
     # Streams keep their dtype (a block that casts them cannot be inverted); autocast casts what branches read.
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None, cast_forward_inputs=False)
+    reduce_dtype = None if dtype is None else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for stack in stacks_of(model).values():
         for block in stack.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
