@@ -48,6 +48,7 @@ MicroBatches = Annotated[
     int | None,
     typer.Option(help="Of a pipeline's step.", rich_help_panel=_PANEL, show_default="4 per rank"),
 ]
+Stage = Annotated[int, typer.Option(min=0, help="Of a pipeline: which stage to plan.", rich_help_panel=_PANEL)]
 
 
 def plan_on_paper(

@@ -17,7 +17,7 @@ from retrograde.measure.targets import TargetError, load
 
 from ._ending import FAULT, draw, ending_on, telling
 from ._measuring import on_threads, progress_bar
-from ._on_paper import Fused, MicroBatches, On, Optimizer, Precision, Ranks, Shard, plan_on_paper
+from ._on_paper import Fused, MicroBatches, On, Optimizer, Precision, Ranks, Shard, Stage, plan_on_paper
 from ._options import Plot, TargetName, Threads
 
 
@@ -45,6 +45,7 @@ def plan(
     fused: Fused = False,
     precision: Precision = None,
     micro_batches: MicroBatches = None,
+    stage: Stage = 0,
 ) -> None:
     """Find the fastest memory plan for a model's reversible stack that fits a byte budget.
 
@@ -72,7 +73,7 @@ def plan(
     """
     job = {"ranks": ranks, "shard": shard, "optimizer": optimizer, "fused": fused, "precision": precision}
     if on is not None:
-        job |= {"on": on, "stack": stack, "micro_batches": micro_batches}
+        job |= {"on": on, "stack": stack, "micro_batches": micro_batches, "stage": stage}
         with on_threads(threads):
             plan_on_paper(target, budget, job, save=save, plot=plot, as_json=as_json)
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +109,11 @@ class Job:
         if self.shard == "pipeline":
             return (), ()  # each stage is simulated by itself
         return (self.ranks,), ("tensor" if self.shard == "tensor" else "shard",)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of a forward pass."""
+        dtype = self.autocast_dtype
+        return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:

@@ -117,7 +117,7 @@ def _modes(model: nn.Module, progress: Progress) -> Iterator[str]:
 
 def _chain(subject: Subject, stack: ReversibleSequence, progress: Progress) -> ChainCost:
     target = subject.target
-    with refusing_values("The training step"):
+    with refusing_values("The training step"), subject.job.autocast():
         return chain_on_paper(target.model, target.batch, target.loss, stack, subject.job, progress)
 
 

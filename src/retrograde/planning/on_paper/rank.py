@@ -10,7 +10,6 @@ NOTE [What a rank's memory consists of]
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,10 +126,6 @@ class Rank:
         fused.zero_grad()
         return fused
 
-    def precision(self) -> AbstractContextManager[Any]:
-        dtype = self.job.autocast_dtype
-        return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
-
     def step(self, memories: Sequence[Memory]) -> StepCost:
         """One step, with these memory modes of the model's stacks."""
         before = [stack.memory for stack in self.stacks]
@@ -149,7 +144,7 @@ class Rank:
         clock = OperatorClock(self.job.device, on_sum=lambda: sums.append(len(events)))
         ignored: list[Tensor | nn.Module] = [self.model, *tensors_in(arguments(self.batch)), *self._state()]
         with refusing_values("The training step"), MemoryTracker(ignore=ignored, events=events) as memory, clock:
-            with memory.phase("forward"), self.precision():
+            with memory.phase("forward"), self.job.autocast():
                 waiting = [loss_of(self.model, self.batch, self._loss) for _ in range(self.job.in_flight - 1)]
                 loss = loss_of(self.model, self.batch, self._loss)
             forward = len(events)
