@@ -70,8 +70,11 @@ class Job:
             check_choice("precision", self.precision, _PRECISIONS)
         if self.fused and self.shard == "ddp":
             raise ValueError(
-                "A fused optimiser frees gradients that DDP still has to average; use fsdp2, or fused=False."
+                "fused=True with shard='ddp': a fused optimiser frees gradients that DDP still has to average. Use "
+                "'fsdp2', or fused=False."
             )
+        if not 0 <= self.stage < self.ranks or (self.stage and self.shard != "pipeline"):
+            raise ValueError(f"stage={self.stage}: the stages of a pipeline are 0 to ranks - 1, with shard='pipeline'.")
         if self.optimizer is not None:
             optimizer_named(self.optimizer)
 
