@@ -37,8 +37,8 @@ def chain_on_paper(
     model.zero_grad()
     chain = _chain(stack, watch, blocks, last, storage_bytes(outputs))
     share = job.ranks // job.replicas if job.shard in ("fsdp2", "hsdp") else 1
-    kept = [replace(block, gradients=0 if job.fused else block.gradients // share) for block in chain.blocks]
-    return replace(chain, blocks=tuple(kept))
+    blocks_of_rank = [replace(block, gradients=0 if job.fused else block.gradients // share) for block in chain.blocks]
+    return replace(chain, blocks=tuple(blocks_of_rank))
 
 
 def _counted(device: Device, alone: BlockAlone, modes: Mapping[Mode, MemoryMode]) -> dict[Mode, float]:
