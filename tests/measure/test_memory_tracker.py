@@ -193,3 +193,14 @@ def test_memory_shared_with_numpy_does_not_count() -> None:
         assert memory.live == 0
         copied: Tensor = torch.tensor(numpy.zeros(1000))
     assert memory.live == copied.nbytes == shared.nbytes
+
+
+def test_a_storage_that_was_empty_before_the_tracker_counts_when_it_grows() -> None:
+    """FSDP2 keeps the storages of gathered parameters from step to step, and empties them in between."""
+    tensor = torch.zeros(256)
+    tensor.untyped_storage().resize_(0)
+    with MemoryTracker() as memory:
+        tensor.untyped_storage().resize_(1024)
+        assert memory.live == 1024
+        tensor.untyped_storage().resize_(0)
+    assert (memory.live, memory.peak) == (0, 1024)

@@ -16,12 +16,16 @@ from retrograde.planning._fit import Trial
 from retrograde.planning._trial_process import TrialError
 
 from ._ending import FAULT, ending_on
+from ._on_paper import Fused, On, Optimizer, Precision, Ranks, Shard
 from ._options import TargetName
 
 
 def fit(
     target: TargetName,
-    memory: Annotated[str, typer.Option(help="The limit, such as 8GiB or 500MB.", show_default=False)],
+    memory: Annotated[
+        str | None,
+        typer.Option(help="The limit, such as 8GiB or 500MB.", show_default="with --on, the device's memory"),
+    ] = None,
     vary: Annotated[str, typer.Option(help="The size to vary: batch, length or depth.")] = "batch",
     mode: Annotated[list[str] | None, typer.Option(help="Try this memory mode only; may be repeated.")] = None,
     low: Annotated[int, typer.Option(help="The smallest size to try.")] = 1,
@@ -29,6 +33,12 @@ def fit(
     multiple_of: Annotated[int, typer.Option(help="Try multiples of this number only.")] = 1,
     timeout: Annotated[float, typer.Option(help="The seconds that a trial may take.")] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,
+    on: On = None,
+    ranks: Ranks = 1,
+    shard: Shard = None,
+    optimizer: Optimizer = None,
+    fused: Fused = False,
+    precision: Precision = None,
 ) -> None:
     """Find the largest batch, length or depth that trains under a memory limit.
 
@@ -48,11 +58,23 @@ def fit(
     activations, with checkpoints, and reversing, unless --mode names others. On the CPU the limit is
     for the whole process, on an accelerator for its memory.
 
+    With --on, nothing is trained: every step is simulated for the device, and the sizes are predicted:
+
+        retrograde fit my_model.py:make --on a100-80gb --ranks 8 --shard fsdp2
+
     Exit status: 0 something fits; 1 nothing does, or a trial failed for another reason; 2 wrong usage.
     """
     modes = mode or _fit.DEFAULT_MODES
     options: dict[str, Any] = {"vary": vary, "low": low, "high": high, "multiple_of": multiple_of, "timeout": timeout}
+    job = {"ranks": ranks, "shard": shard, "optimizer": optimizer, "fused": fused, "precision": precision}
     with ending_on(TargetError, ValueError, OSError), ending_on(TrialError, status=FAULT):
+        if on is not None:
+            options |= {"on": on, **job}
+            del options["timeout"]
+        elif memory is None:
+            raise ValueError("Missing option '--memory': the limit, such as 8GiB.")
+        elif given := [f"--{name}" for name, value in job.items() if value not in (None, False, 1)]:
+            raise ValueError(f"{', '.join(given)} needs --on, the device to find the sizes for.")
         result = _fit.fit(target, memory_limit=memory, modes=modes, progress=_teller(vary), **options)
     print(json.dumps(asdict(result), indent=2) if as_json else result)
     raise typer.Exit(0 if any(each.size is not None for each in result.largest) else FAULT)

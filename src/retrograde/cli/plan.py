@@ -17,12 +17,19 @@ from retrograde.measure.targets import TargetError, load
 
 from ._ending import FAULT, draw, ending_on, fail, telling
 from ._measuring import on_threads, progress_bar
+from ._on_paper import Fused, MicroBatches, On, Optimizer, Precision, Ranks, Shard, Stage, plan_on_paper
 from ._options import Plot, TargetName, Threads
 
 
 def plan(
     target: TargetName,
-    budget: Annotated[str, typer.Option(help="Bytes for a training step, such as 2GiB or 500MB.", show_default=False)],
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Bytes for a training step, such as 2GiB or 500MB; with --on, for everything that a device holds.",
+            show_default="with --on, its memory",
+        ),
+    ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.", show_default=False)] = None,
     stack: Annotated[
         str | None,
@@ -31,6 +38,14 @@ def plan(
     threads: Threads = None,
     plot: Plot = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print plan and table as JSON, and nothing else.")] = False,
+    on: On = None,
+    ranks: Ranks = 1,
+    shard: Shard = None,
+    optimizer: Optimizer = None,
+    fused: Fused = False,
+    precision: Precision = None,
+    micro_batches: MicroBatches = None,
+    stage: Stage = 0,
 ) -> None:
     """Find the fastest memory plan for a model's reversible stack that fits a byte budget.
 
@@ -46,6 +61,11 @@ def plan(
         retrograde plan my_model.py:make --budget 2GiB
         retrograde plan my_model.py:make --budget 500MB --plot pareto.png --save plan.json
 
+    With --on, nothing is allocated and nothing is timed: bytes are counted without values, per rank, and times
+    come from a roofline of the device.
+
+        retrograde plan my_model.py:make --on h100-80gb --ranks 8 --shard fsdp2 --budget 70GiB
+
     In the training script: `stack.memory = rg.Plan.from_json(Path("plan.json").read_text())`.
 
     The plan is chosen by counted work, so that the same model and batch give the same plan; times are measured. A plan
@@ -54,7 +74,17 @@ def plan(
     Exit status: 0 a plan fits, when it is run too; 1 none does (the smallest possible budget is named), or the model
     has no stack, or makes NaN; 2 wrong usage.
     """
+    job = {"ranks": ranks, "shard": shard, "optimizer": optimizer, "fused": fused, "precision": precision}
+    if on is not None:
+        job |= {"on": on, "stack": stack, "micro_batches": micro_batches, "stage": stage}
+        with on_threads(threads):
+            plan_on_paper(target, budget, job, save=save, plot=plot, as_json=as_json)
+        return
     with ending_on(TargetError, ValueError), on_threads(threads):
+        if budget is None:
+            raise ValueError("Missing option '--budget': how many bytes a training step may need, such as 2GiB.")
+        if given := [f"--{name}" for name, value in job.items() if value not in (None, False, 1)]:
+            raise ValueError(f"{', '.join(given)} needs --on, the device to plan for.")
         size = parse_size(budget)
         loaded = load(target)
         if stack is not None:

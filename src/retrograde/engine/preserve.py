@@ -19,6 +19,7 @@ from retrograde.network.reachable import leaves_reached, reachable
 
 from . import rng
 from .module_state import generators_of
+from .torch_internals import has_values
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, dict, set)
@@ -168,6 +169,8 @@ def _same(now: Any, then: Any) -> bool:
     if isinstance(now, Tensor) and isinstance(then, Tensor):
         if now.shape != then.shape or now.dtype != then.dtype:
             return False
+        if not (has_values(now) and has_values(then)):
+            return True
         if now.layout is not torch.strided:
             return _same(_parts(now), _parts(then))
         if now.is_floating_point():

@@ -9,7 +9,7 @@ NOTE [What the tracker sees]
  3. Memory that a kernel allocates and frees before it returns is not seen, nor that of generators,
     compiled code and plain numbers (8 bytes each). `torch.profiler` sees all of these.
  4. A storage that is resized is followed, even if no operator does it: FSDP and other libraries free tensors by
-    `untyped_storage().resize_(0)`.
+    `untyped_storage().resize_(0)`. One that was empty before the tracker began counts when it grows.
  5. Under any dispatch mode autograd adds two gradients of one tensor out of place, where it
     would otherwise add into the first: a peak at such a sum is too high by the size of that gradient.
 """
@@ -139,9 +139,16 @@ class MemoryTracker(TorchDispatchMode):
             if not _ACTIVE:
                 del torch.UntypedStorage.resize_  # that of its base class reappears
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Note a storage's new size."""
+    def numbers(self, *tensors: Tensor) -> set[int]:
+        """The numbers of these tensors' storages, by which events name them."""
+        watched = [self._watched.get(id(s)) for tensor in tensors for s in _storages(tensor)]
+        return {w.number for w in watched if w is not None}
+
+    def resized(self, storage: torch.UntypedStorage, *, was_empty: bool = False) -> None:
+        """Note a storage's new size. One that was empty until now is new, whoever had it before."""
         watched = self._watched.get(id(storage))
+        if watched is None and was_empty:
+            watched = self._watch(storage, "resize_")
         if watched is not None and watched.counts:
             self._change(watched, storage.nbytes() - watched.bytes)
 
@@ -192,9 +199,10 @@ _RESIZE = torch.UntypedStorage.resize_
 
 def _resize(storage: torch.UntypedStorage, size: int) -> Any:
     """In the place of a storage's own `resize_`, which no operator shows: tells the active trackers."""
+    was_empty = storage.nbytes() == 0
     result = _RESIZE(storage, size)
     for tracker in _ACTIVE.copy():
-        tracker.resized(storage)
+        tracker.resized(storage, was_empty=was_empty)
     return result
 
 
@@ -215,6 +223,11 @@ def holdings(events: Sequence[Event], at: Literal["peak", "end"] = "peak") -> li
         if before.bytes + change:
             alive[storage] = before._replace(bytes=before.bytes + change)
     return sorted(alive.values(), key=lambda holding: -holding.bytes)
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """The bytes of some tensors' storages, each counted once; of a sharded tensor, those of this rank."""
+    return sum({id(storage): storage.nbytes() for storage in _storages(list(tensors))}.values())
 
 
 def _belongings(module: nn.Module) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +20,7 @@ from retrograde.engine.torch_internals import tree_flatten, tree_map
 from retrograde.measure import MemoryTracker
 from retrograde.measure.batches import detached_leaf
 from retrograde.measure.device_memory import accelerator_of
+from retrograde.measure.memory_tracker import storage_bytes
 from retrograde.measure.timing import wait_for_devices
 from retrograde.measure.training_step import clear_gradients
 from retrograde.measure.work_counter import WorkCounter
@@ -152,7 +153,7 @@ class BlockAlone:
             alive_outputs, saved_input = _AliveStorages(outputs), alive_inputs.bytes()
             del outputs, losses
             saved_output = alive_outputs.bytes()
-            saved = memory.live - bytes_of([loss]) - (saved_output if ends_count_elsewhere else 0)
+            saved = memory.live - storage_bytes([loss]) - (saved_output if ends_count_elsewhere else 0)
             with memory.phase("backward") as backward, _dropping_gradients(shared):
                 if loss.requires_grad:
                     loss.backward()
@@ -161,11 +162,6 @@ class BlockAlone:
 
     def clear(self) -> None:
         clear_gradients([*self.distinct[0], *self.around.leaves(), *self.parameters])
-
-
-def bytes_of(tensors: Sequence[Tensor]) -> int:
-    """The bytes of some tensors' storages, each counted once."""
-    return sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor
 
 from retrograde.engine.exactness import grid_placements, placed_on_grid
 from retrograde.engine.preserve import preserve
+from retrograde.engine.torch_internals import has_values
 from retrograde.measure.batches import detached_leaf
+from retrograde.measure.memory_tracker import storage_bytes
 from retrograde.measure.stacks import parameters_of
 from retrograde.measure.timing import Progress, rounds
 from retrograde.memory import (
@@ -29,12 +31,29 @@ from retrograde.network.streams import Streams
 from retrograde.sequence import ReversibleSequence
 
 from ._block_kinds import exact_kind, kind
-from ._block_run import BlockAlone, Surroundings, bytes_of
+from ._block_run import BlockAlone, Surroundings
 from ._costs import BlockCost, ModeCost, no_faster_than_storing
+
+Clock = Callable[[BlockAlone, Mapping[Mode, MemoryMode]], dict[Mode, float]]
+"""Takes the time of a block, forward and backward, in each of several modes."""
+
+
+def least_of_rounds(alone: BlockAlone, modes: Mapping[Mode, MemoryMode]) -> dict[Mode, float]:
+    """The least seconds of several runs in each mode, taken in turn."""
+    seconds: dict[Mode, float] = dict.fromkeys(modes, math.inf)
+    for _ in rounds():
+        for name, mode in modes.items():
+            seconds[name] = min(seconds[name], alone.seconds(mode))
+    return seconds
 
 
 def measure_blocks(
-    stack: ReversibleSequence, streams: Streams, around: Surroundings, progress: Progress
+    stack: ReversibleSequence,
+    streams: Streams,
+    around: Surroundings,
+    progress: Progress,
+    *,
+    clock: Clock = least_of_rounds,
 ) -> tuple[list[BlockCost], dict[Mode, ModeCost], Streams]:
     """The costs of every block, those of the last one with the graph of its last step kept, and the last streams.
 
@@ -42,7 +61,7 @@ def measure_blocks(
     """
     blocks = list(stack)
     own = _own_parameters(stack, streams, around)
-    measurer = _Measurer()
+    measurer = _Measurer(clock)
     costs: list[BlockCost] = []
     last: dict[Mode, ModeCost] = {}
     for i, alone in enumerate(_blocks_alone(stack, streams, around)):
@@ -52,7 +71,7 @@ def measure_blocks(
         if i == len(blocks) - 1:
             last = measurer.all_modes(replace(alone, keep_last_graph=True))
         gradients = sum(p.numel() * p.element_size() for p in own[i])
-        costs.append(BlockCost(bytes_of(alone.streams), gradients, modes, _same_as(modes)))
+        costs.append(BlockCost(storage_bytes(alone.streams), gradients, modes, _same_as(modes)))
     progress("blocks", len(blocks), len(blocks))
     with preserve(alone.block):
         outputs, _ = around.run(alone.block, alone.streams, STORE)
@@ -63,17 +82,23 @@ def _blocks_alone(stack: ReversibleSequence, streams: Streams, around: Surroundi
     """Each block with its real input. Only the streams between two blocks are alive at a time."""
     blocks = list(stack)
     placements = grid_placements(blocks, range(len(blocks)), stack.names)
+    ends: dict[Hashable, Streams] = {}
     for i, block in enumerate(blocks):
         if i in placements:
             with torch.enable_grad():
                 streams = tuple(map(detached_leaf, placed_on_grid(i, placements[i], streams, [])))
         parameters = parameters_of(block)
-        yield BlockAlone(block, streams, around, parameters, parameters)
-        if i + 1 < len(blocks):
+        alone = BlockAlone(block, streams, around, parameters, parameters)
+        yield alone
+        if i + 1 == len(blocks):
+            return
+        end = exact_kind(alone)
+        if end not in ends or has_values(streams[0]):  # without values, blocks of one kind have one output
             with preserve(block):
                 outputs, _ = around.run(block, streams, STORE)
-            streams = tuple(map(detached_leaf, outputs))
+            ends = {end: tuple(map(detached_leaf, outputs))}
             del outputs
+        streams = ends[end]
 
 
 def _own_parameters(stack: ReversibleSequence, streams: Streams, around: Surroundings) -> list[list[Tensor]]:
@@ -114,6 +139,7 @@ class _Measurer:
     they count as equal if they also need the same bytes and do the same work in every mode, and are timed once.
     """
 
+    clock: Clock
     by_exact_kind: dict[Hashable, dict[Mode, ModeCost]] = field(default_factory=dict)
     times: dict[Hashable, dict[Mode, float]] = field(default_factory=dict)
 
@@ -135,17 +161,9 @@ class _Measurer:
                 del modes[selective.name]
         equals = (kind(alone), tuple(sizes.items()), tuple(work.items()))
         if equals not in self.times:
-            self.times[equals] = _least_seconds(alone, modes)
+            self.times[equals] = self.clock(alone, modes)
         seconds = self.times[equals]
         return no_faster_than_storing({name: ModeCost(seconds[name], *sizes[name], work=work[name]) for name in modes})
-
-
-def _least_seconds(alone: BlockAlone, modes: dict[Mode, MemoryMode]) -> dict[Mode, float]:
-    seconds: dict[Mode, float] = dict.fromkeys(modes, math.inf)
-    for _ in rounds():
-        for name, mode in modes.items():
-            seconds[name] = min(seconds[name], alone.seconds(mode))
-    return seconds
 
 
 def _same_as(modes: dict[Mode, ModeCost]) -> dict[Mode, Mode]:

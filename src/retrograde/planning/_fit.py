@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
@@ -17,6 +17,9 @@ from retrograde.memory import Mode, mode_named
 from retrograde.network.choices import check_choice
 
 from ._trial_process import TrialError, run_trial
+
+if TYPE_CHECKING:
+    from .on_paper import Device
 
 Vary = Literal["batch", "length", "depth"]
 Outcome = Literal["running", "fits", "too large"]
@@ -72,9 +75,9 @@ class Fit:
 
 
 def fit(
-    target: str,
+    target: str | Callable[..., Any],
     *,
-    memory_limit: int | str,
+    memory_limit: int | str | None = None,
     vary: Vary = "batch",
     modes: Sequence[Mode] = DEFAULT_MODES,
     low: int = 1,
@@ -82,6 +85,8 @@ def fit(
     multiple_of: int = 1,
     timeout: float = 600.0,
     progress: Callable[[Trial], None] | None = None,
+    on: str | Device | None = None,
+    **job: Any,
 ) -> Fit:
     """Find the largest batch, length or depth that trains under a memory limit, for each memory mode.
 
@@ -101,16 +106,23 @@ def fit(
         multiple_of: try multiples of this number only.
         timeout: the seconds that a trial may take.
         progress: called with each trial when it starts and when it ends.
+        on: a device to find the sizes for, as in `plan`: every step is simulated, nothing is allocated, the target may
+            be the factory itself, and the limit is the device's memory unless another is given.
+        job: with `on`: `ranks`, `shard`, `optimizer`, `fused` and `precision`, as in `plan`.
     """
+    if on is not None:
+        from .on_paper.fit import fit_on
+
+        _check_choices(vary, modes)
+        sizes: dict[str, Any] = {"low": low, "high": high, "multiple_of": multiple_of, "vary": vary, "modes": modes}
+        return fit_on(on, target, memory_limit=memory_limit, progress=progress, **sizes, **job)
+    if job or memory_limit is None or not isinstance(target, str):
+        raise TypeError("fit: without on=..., give a target by its name and a memory_limit, and nothing of a job.")
     limit = parse_size(memory_limit)
     _check(target, limit, vary, modes)
-    units = range(-(-low // multiple_of), high // multiple_of + 1) if multiple_of > 0 else range(0)
     if not timeout > 0:
         raise ValueError(f"timeout={timeout}: give the seconds that a trial may take, more than 0.")
-    if low < 1 or not units:
-        raise ValueError(
-            f"low={low}, high={high}, multiple_of={multiple_of}: there is no size from 1 to try between these."
-        )
+    units = check_sizes(low, high, multiple_of)
     arguments = {"target": target, "vary": vary, "memory_limit": limit}
     results: list[Largest] = []
     start = units[0]
@@ -147,13 +159,27 @@ def largest(fits: Callable[[int], bool], low: int, high: int, start: int) -> int
     return good if good >= low else None
 
 
-def _check(target: str, limit: int, vary: str, modes: Sequence[Mode]) -> None:
-    split_target(target)
+def check_sizes(low: int, high: int, multiple_of: int) -> range:
+    """The sizes to try, in units of `multiple_of`."""
+    units = range(-(-low // multiple_of), high // multiple_of + 1) if multiple_of > 0 else range(0)
+    if low < 1 or not units:
+        raise ValueError(
+            f"low={low}, high={high}, multiple_of={multiple_of}: there is no size from 1 to try between these."
+        )
+    return units
+
+
+def _check_choices(vary: str, modes: Sequence[Mode]) -> None:
     check_choice("vary", vary, get_args(Vary))
     for memory in modes:
         mode_named(str(memory))  # by its name, which is what a new process can be told
     if not modes:
         raise ValueError(f"modes={modes!r} leaves nothing to try; give one memory mode or several.")
+
+
+def _check(target: str, limit: int, vary: str, modes: Sequence[Mode]) -> None:
+    split_target(target)
+    _check_choices(vary, modes)
     if torch.accelerator.is_available():
         return
     if not Path("/proc/self/status").exists():

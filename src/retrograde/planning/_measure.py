@@ -16,14 +16,14 @@ from retrograde.engine.preserve import preserve
 from retrograde.measure.batches import detached_leaf
 from retrograde.measure.free_memory import has_room
 from retrograde.measure.loss import Loss
-from retrograde.measure.memory_tracker import MemoryTracker, Phase
+from retrograde.measure.memory_tracker import MemoryTracker, Phase, storage_bytes
 from retrograde.measure.stacks import parameters_of, the_stack
 from retrograde.measure.timing import Progress, least_seconds, silent
 from retrograde.measure.training_step import clear_gradients, loss_of, step_peak, step_seconds, step_tracker
 from retrograde.memory import STORE, Memory, Mode, Plan
 from retrograde.sequence import ReversibleSequence
 
-from ._block_run import Surroundings, bytes_of
+from ._block_run import Surroundings
 from ._blocks import measure_blocks
 from ._costs import BlockCost, ChainCost, Prediction, predict
 
@@ -46,7 +46,7 @@ def measure(
     with preserve(model):
         watch = _watched_step(model, batch, stack, loss)
         blocks, last, outputs = measure_blocks(stack, watch.streams, watch.surroundings, progress)
-        chain = _chain(stack, watch, blocks, last, bytes_of(outputs))
+        chain = _chain(stack, watch, blocks, last, storage_bytes(outputs))
         fitting = {mode: plan for mode, plan in chain.uniform().items() if has_room(model, predict(chain, plan).peak)}
         ways = {mode: partial(following, stack, Plan(plan, chain.anchors)) for mode, plan in fitting.items()}
         return chain.with_steps(least_seconds(ways, partial(step_seconds, model, batch, loss), progress))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import nn
 
@@ -21,6 +21,9 @@ from retrograde.sequence import ReversibleSequence
 from ._costs import ChainCost, predict
 from ._measure import following, measure, measured
 from ._search import cheapest, smallest
+
+if TYPE_CHECKING:
+    from .on_paper import Device, JobPlan
 
 _ATTEMPTS = 4  # to find a plan whose real step is within the budget
 
@@ -61,6 +64,7 @@ class Planned:
         )
 
 
+@overload
 def plan(
     model: nn.Module,
     batch: Any,
@@ -69,8 +73,38 @@ def plan(
     loss: Loss | None = None,
     stack: str | ReversibleSequence | None = None,
     progress: Progress = silent,
-) -> Planned:
+) -> Planned: ...
+
+
+@overload
+def plan(
+    model: nn.Module | Callable[..., Any] | str,
+    batch: Any = None,
+    budget: int | str | None = None,
+    *,
+    on: str | Device,
+    loss: Loss | None = None,
+    stack: str | None = None,
+    progress: Progress = silent,
+    **job: Any,
+) -> JobPlan: ...
+
+
+def plan(
+    model: Any,
+    batch: Any = None,
+    budget: int | str | None = None,
+    *,
+    on: str | Device | None = None,
+    loss: Loss | None = None,
+    stack: Any = None,
+    progress: Progress = silent,
+    **job: Any,
+) -> Planned | JobPlan:
     """The fastest plan whose peak memory is within a budget. It is returned, not applied.
+
+    With `on`, it is planned for a device that need not be here: nothing is allocated, `model` may be a factory, and a
+    `JobPlan` is returned, with the bytes of a rank and times from a roofline.
 
     Args:
         model: a model with a `ReversibleSequence` in it, or one itself.
@@ -80,9 +114,12 @@ def plan(
         loss: maps the model's output to a scalar; `retrograde.measure.default_loss` by default.
         stack: which stack to plan, if the model has several: its name in the model, or itself.
         progress: called with what is being measured.
+        on: the name of a device ("h100-80gb"), "this" for the machine at hand, a JSON file, or a `Device`. The budget
+            is then for everything that a rank holds, parameters and optimiser included; by default all of its memory.
+        job: with `on`: `ranks`, `shard`, `optimizer`, `fused`, `precision`, `micro_batches`, `stage`; see `Job`.
 
     Raises:
-        BudgetError: no plan fits; the error names the smallest budget that one fits.
+        BudgetError: no plan fits (without `on`); the error names the smallest budget that one fits.
         ValueError: the model makes NaN, or is on the meta device, so that nothing can be measured.
 
     Examples:
@@ -95,6 +132,17 @@ def plan(
         >>> planned.peak <= 8 * 2**20
         True
     """
+    if on is not None:
+        from .on_paper import plan_on
+
+        return plan_on(on, model, batch, budget, loss=loss, stack=stack, progress=progress, **job)
+    if job or budget is None:
+        wrong = (
+            f"{', '.join(job)} only have a meaning with on=..., the device to plan for"
+            if job
+            else "a budget is missing"
+        )
+        raise TypeError(f"plan: {wrong}.")
     size = parse_size(budget)
     stack = the_stack(model, stack)
     check_step(model, batch, loss)

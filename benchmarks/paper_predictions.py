@@ -1,0 +1,325 @@
+"""Plans on paper, held against real training steps on this machine: bytes of models, bytes of ranks, order of modes.
+
+    python benchmarks/paper_predictions.py [--only bytes,ranks,times,tools] [--quick] [--output DIR]
+
+Bytes are held against what the allocator hands out from the first tensor on (torch's profiler), not against a tracker
+of retrograde. Times are held against real steps, on the roofline that `--on this` measures: run that part on a
+machine that does nothing else. The limits are 2% for the peak of a model, 5% for that of a rank, and the right order
+of 90% of all pairs of memory modes. The report names what exceeds them, and the exit status is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # bf16 products are illegal instructions on some CPUs
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness.allocated import allocated_peak
+from harness.machine import describe, load
+from harness.paper_models import MODELS, RANKED, Made
+from retrograde.measure.stacks import stacks_of
+from retrograde.measure.timing import least_seconds
+from retrograde.measure.training_step import loss_of, step_seconds
+from retrograde.planning._measure import following
+from retrograde.planning.on_paper.devices import Device, device_named
+from retrograde.planning.on_paper.jobs import Job
+from retrograde.planning.on_paper.planner import opened
+
+MODES = ("store", "checkpoint", "reverse")
+OF_A_MODEL, OF_A_RANK, PAIRS = 0.02, 0.05, 0.90
+SURE = 0.03  # times that differ by less than this have no order that a machine could keep
+CPU = Device("cpu", 10**13, 1e10, {"float32": 1e11}, is_cpu=True, title="CPU")
+
+Section = tuple[list[str], list[str]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="bytes,ranks,tools,times", help="parts of the report")
+    parser.add_argument("--quick", action="store_true", help="two models, two processes")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.worker:
+        work(json.loads(chosen.worker))
+        return
+    lines = ["# What is predicted on paper, and what real steps need", "", *describe(load(), ["torch", "accelerate"])]
+    past: list[str] = []
+    parts: dict[str, Callable[[bool], Section]] = {
+        "bytes": of_models,
+        "ranks": of_ranks,
+        "tools": of_tools,
+        "times": of_times,
+    }
+    for name in chosen.only.split(","):
+        section, wrong = parts[name](chosen.quick)
+        lines += ["", *section]
+        past += wrong
+    lines += ["", f"Past the limits: {'; '.join(past)}." if past else "All within the limits."]
+    text = "\n".join(lines) + "\n"
+    chosen.output.mkdir(parents=True, exist_ok=True)
+    parts_left_out = "" if len(chosen.only.split(",")) == len(parts) else "-" + chosen.only.replace(",", "-")
+    target = chosen.output / f"{datetime.date.today()}-paper{parts_left_out}{'-quick' if chosen.quick else ''}.md"
+    target.write_text(text, encoding="utf-8")
+    print(text)
+    print(f"written to {target}", file=sys.stderr)
+    sys.exit(1 if past else 0)
+
+
+def tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# Bytes of a model
+
+
+def of_models(quick: bool) -> Section:
+    lines = [
+        "## The peak of a training step",
+        "",
+        "Everything that a process allocates: parameters, gradients, optimiser state, batch, activations, kernels' own "
+        f"buffers. Limit: {OF_A_MODEL:.0%}.",
+        "",
+        "| model | memory | predicted, bytes | allocated, bytes | off by | at the peak |",
+        "|---|---|---|---|---|---|",
+    ]
+    past: list[str] = []
+    for name, make in list(MODELS.items())[: 2 if quick else None]:
+        tell(name)
+        with opened(make, Job(CPU)) as subject:
+            rank = subject.rank()
+            costs = {mode: rank.step([mode] * len(rank.stacks)) for mode in MODES}
+        for mode, cost in costs.items():
+            gc.collect()
+            real = allocated_peak(partial(prepare, make, mode))
+            off = cost.memory.peak / real - 1
+            lines.append(f"| {name} | {mode} | {cost.memory.peak} | {real} | {off:+.2%} | {cost.memory.moment} |")
+            past += [f"the peak of {name}, {mode}, by {off:+.1%}"] * (abs(off) > OF_A_MODEL)
+    return lines, past
+
+
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+def prepare(make: Callable[[], Made], mode: str, wrap: Wrap | None = None) -> Callable[[], None]:
+    """A model and its optimiser; returns its training step."""
+    torch.manual_seed(0)
+    model, batch, loss, optimizer = (*make(), None, None)[:4]
+    for stack in stacks_of(model).values():
+        stack.memory = mode
+    if wrap is not None:
+        model, optimizer = wrap(model), None
+    optimizer = optimizer or torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of(model, batch, loss).backward()
+        optimizer.step()
+
+    return step
+
+
+# Bytes of a rank
+
+
+def of_ranks(quick: bool) -> Section:
+    lines = [
+        "## The peak of a rank",
+        "",
+        f"Real processes (gloo), each counting its own allocations. Limit: {OF_A_RANK:.0%}.",
+        "",
+        "| model | ranks | shard | memory | predicted, bytes | allocated, bytes (each rank) | off by at most |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    past: list[str] = []
+    settings = itertools.product(list(RANKED)[: 1 if quick else None], (2,) if quick else (2, 4), ("ddp", "fsdp2"))
+    for name, ranks, shard in settings:
+        tell(f"{name}, {ranks} ranks, {shard}")
+        with opened(RANKED[name], Job(CPU, ranks, shard)) as subject:
+            rank = subject.rank()
+            predicted = {mode: rank.step([mode] * len(rank.stacks)).memory.peak for mode in MODES}
+        real = in_processes({"model": name, "ranks": ranks, "shard": shard})
+        for mode in MODES:
+            peaks = [each[mode] for each in real]
+            off = max((predicted[mode] / peak - 1 for peak in peaks), key=abs)
+            listed = ", ".join(map(str, peaks))
+            lines.append(f"| {name} | {ranks} | {shard} | {mode} | {predicted[mode]} | {listed} | {off:+.2%} |")
+            past += [f"a rank of {name}, {ranks} x {shard}, {mode}, by {off:+.1%}"] * (abs(off) > OF_A_RANK)
+    return lines, past
+
+
+def in_processes(task: dict[str, Any]) -> list[dict[str, int]]:
+    """The peaks of each mode, in each of several processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        tasks = [{**task, "rank": rank, "folder": folder} for rank in range(task["ranks"])]
+        command = [sys.executable, "-W", "ignore", __file__, "--worker"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        processes = [subprocess.Popen([*command, json.dumps(each)], env=environment) for each in tasks]
+        codes = [process.wait(timeout=600) for process in processes]
+        if any(codes):
+            raise RuntimeError(f"A process of {task} failed.")
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(task["ranks"])]
+
+
+def work(task: dict[str, Any]) -> None:
+    """One rank of a real job."""
+    store = dist.FileStore(str(Path(task["folder"], "store")), task["ranks"])
+    dist.init_process_group("gloo", store=store, rank=task["rank"], world_size=task["ranks"])
+    peaks = {}
+    for mode in MODES:
+        peaks[mode] = allocated_peak(
+            partial(prepare, RANKED[task["model"]], mode, wrappers()[task["shard"]]), warm_up=4
+        )
+        gc.collect()
+        dist.barrier()
+    Path(task["folder"], f"{task['rank']}.json").write_text(json.dumps(peaks))
+    dist.destroy_process_group()
+
+
+def wrappers() -> dict[str, Callable[[nn.Module], nn.Module]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def fsdp2(model: nn.Module) -> nn.Module:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for stack in stacks_of(model).values():
+            for block in stack.blocks:
+                fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    return {"ddp": nn.parallel.DistributedDataParallel, "fsdp2": fsdp2}
+
+
+# Other tools
+
+
+def of_tools(quick: bool) -> Section:
+    """What torch's own tracker and Accelerate's estimate say of the same models."""
+    lines = [
+        "## Beside other tools",
+        "",
+        "`MemTracker` of torch.distributed._tools, on the same step without values (forward and backward, with "
+        "parameters, gradients and optimiser state), and the figure of `accelerate estimate-memory` for training with "
+        "Adam (four times the parameters: it has no batch and no activations). `RuntimeEstimator`'s roofline asks for "
+        "a CUDA device, and does not run here.",
+        "",
+        "| model | memory | on paper | MemTracker | 4 x parameters (accelerate) | allocated |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in ("MLPs", "language model", "RevViT", "mixture of experts")[: 1 if quick else None]:
+        for mode in ("store", "reverse"):
+            with opened(MODELS[name], Job(CPU)) as subject:
+                cost = subject.rank().step([mode] * len(stacks_of(subject.target.model)))
+            gc.collect()
+            real = allocated_peak(partial(prepare, MODELS[name], mode))
+            tracked = of_mem_tracker(MODELS[name], mode)
+            lines.append(
+                f"| {name} | {mode} | {cost.memory.peak} | {tracked} ({tracked / real - 1:+.1%}) | "
+                f"{estimated_by_accelerate(MODELS[name])} | {real} |"
+            )
+    return lines, []
+
+
+def of_mem_tracker(make: Callable[[], Made], mode: str) -> int:
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    with opened(make, Job(CPU)) as subject:
+        model, batch, loss = subject.target.model, subject.target.batch, subject.target.loss
+        for stack in stacks_of(model).values():
+            stack.memory = mode
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer)
+        with tracker:
+            loss_of(model, batch, loss).backward()
+        peak = sum(snapshot["Total"] for snapshot in tracker.get_tracker_snapshot("peak").values())
+        state = 2 * sum(p.numel() * p.element_size() for p in model.parameters())  # of AdamW
+    return int(peak + state)
+
+
+def estimated_by_accelerate(make: Callable[[], Made]) -> str:
+    try:
+        from accelerate.utils import calculate_maximum_sizes
+    except ImportError:
+        return "not installed"
+    with opened(make, Job(CPU)) as subject:
+        total, _ = calculate_maximum_sizes(subject.target.model)
+    return str(int(total) * 4)
+
+
+# The order of memory modes by time
+
+
+def of_times(quick: bool) -> Section:
+    """On each model, is the faster of two modes predicted to be the faster one?"""
+    this = device_named("this")
+    rates = ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in this.flops.items())
+    lines = [
+        "## The order of memory modes by time",
+        "",
+        f"{this.title}: {rates}, {this.bandwidth / 1e9:.1f} GB/s, {1e6 * this.overhead:.1f} us per operator, "
+        f"measured. Pairs that differ by less than {SURE:.0%} in real steps are not judged. Limit: {PAIRS:.0%} right.",
+        "",
+        "| model | memory | predicted, ms (range) | real, ms | off by | ratio to store, predicted | real |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    right = wrong = close = 0
+    for name, make in list(MODELS.items())[: 2 if quick else None]:
+        tell(name)
+        predicted, real = times_of(make, this)
+        for mode in MODES:
+            seconds, taken = predicted[mode], real[mode]
+            lines.append(
+                f"| {name} | {mode} | {1000 * seconds.likely:.1f} ({1000 * seconds.best:.1f} to "
+                f"{1000 * seconds.worst:.1f}) | {1000 * taken:.1f} | {seconds.likely / taken - 1:+.0%} | "
+                f"{seconds.likely / predicted['store'].likely:.2f} | {taken / real['store']:.2f} |"
+            )
+        for a, b in itertools.combinations(MODES, 2):
+            if abs(real[a] / real[b] - 1) < SURE:
+                close += 1
+            elif (predicted[a].likely < predicted[b].likely) == (real[a] < real[b]):
+                right += 1
+            else:
+                wrong += 1
+    share = right / max(1, right + wrong)
+    lines += ["", f"Right: {right} of {right + wrong} pairs ({share:.0%}); {close} more were too close to judge."]
+    return lines, [f"only {share:.0%} of the pairs of modes are in the right order"] * (share < PAIRS)
+
+
+def times_of(make: Callable[[], Made], device: Device) -> tuple[dict[str, Any], dict[str, float]]:
+    """Forward and backward, without the optimiser's step, which is the same in all modes."""
+    with opened(make, Job(device)) as subject:
+        rank = subject.rank()
+        predicted = {mode: rank.step([mode] * len(rank.stacks)).operators for mode in MODES}
+    model, batch, loss, _ = (*make(), None, None)[:4]
+
+    def all_following(mode: str) -> Any:
+        from contextlib import ExitStack
+
+        around = ExitStack()
+        for stack in stacks_of(model).values():
+            around.enter_context(following(stack, mode))
+        return around
+
+    ways = {mode: partial(all_following, mode) for mode in MODES}
+    return predicted, least_seconds(ways, partial(step_seconds, model, batch, loss))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Plans on paper on the command line: their options, and what is printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from retrograde.measure.formatting import format_bytes
+from retrograde.measure.targets import TargetError
+from retrograde.planning.on_paper import JobPlan, plan_on
+
+from ._ending import FAULT, draw, ending_on, fail, telling
+from ._measuring import progress_bar
+
+_PANEL = "For a machine that is not here"
+On = Annotated[
+    str | None,
+    typer.Option(
+        help="Plan for this device, without allocating anything: h100-80gb, another of its kind, 'this' for this "
+        "machine, or a JSON file that describes one.",
+        rich_help_panel=_PANEL,
+        show_default=False,
+    ),
+]
+Ranks = Annotated[int, typer.Option(min=1, help="How many devices train together.", rich_help_panel=_PANEL)]
+Shard = Annotated[
+    str | None,
+    typer.Option(help="ddp, fsdp2, hsdp, tensor or pipeline.", rich_help_panel=_PANEL, show_default=False),
+]
+Optimizer = Annotated[
+    str | None,
+    typer.Option(
+        help="An optimiser of torch.optim.", rich_help_panel=_PANEL, show_default="that of the factory, or AdamW"
+    ),
+]
+Fused = Annotated[
+    bool, typer.Option("--fused", help="Step during the backward pass, as FusedOptimizer does.", rich_help_panel=_PANEL)
+]
+Precision = Annotated[
+    str | None, typer.Option(help="bf16 or fp16: autocast.", rich_help_panel=_PANEL, show_default=False)
+]
+MicroBatches = Annotated[
+    int | None,
+    typer.Option(help="Of a pipeline's step.", rich_help_panel=_PANEL, show_default="4 per rank"),
+]
+Stage = Annotated[int, typer.Option(min=0, help="Of a pipeline: which stage to plan.", rich_help_panel=_PANEL)]
+
+
+def plan_on_paper(
+    target: str, budget: str | None, options: dict[str, Any], *, save: Path | None, plot: Path | None, as_json: bool
+) -> None:
+    """Plan, print, and end with status 1 if nothing fits."""
+    sys.path.insert(0, os.getcwd())
+    a_step_raised = telling("Cannot plan: a training step raised")
+    with a_step_raised, ending_on(TargetError, ValueError), progress_bar() as tell:
+        planned = plan_on(options.pop("on"), target, budget=budget, progress=tell, **options)
+    if save is not None and planned.plan is not None:
+        with ending_on(OSError, prefix=f"--save {save}: "):
+            save.parent.mkdir(parents=True, exist_ok=True)
+            save.write_text(planned.plan.to_json() + "\n", encoding="utf-8")
+    print(json.dumps(planned.to_dict()) if as_json else planned)
+    draw(planned, plot)
+    _end(planned)
+
+
+def _end(planned: JobPlan) -> None:
+    if planned.best is None:
+        fail(
+            f"Nothing fits {format_bytes(planned.budget)}: the least that a rank needs is "
+            f"{format_bytes(planned.minimum)}. Give more ranks, a smaller batch, or --fused.",
+            FAULT,
+        )

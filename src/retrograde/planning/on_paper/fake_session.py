@@ -1,0 +1,161 @@
+"""A place where models are made and trained without values: nothing is allocated, on any device, for any rank.
+
+NOTE [What is the same on paper]
+ 1. The factory, the model, the loss, the optimiser, FSDP2 and tensor parallelism are the user's and torch's own code,
+    run under `FakeTensorMode`. Only the kernels are left out, and what collectives move.
+ 2. Every device is the CPU to torch: fake tensors of a device that this torch was not built for have no backward pass.
+    `.cuda()`, `device="cuda"` and `autocast("cuda")` are taken to mean it. So operators are those that the CPU's
+    dispatch gives: attention is flash attention, dropout keeps a mask of the input's dtype where an accelerator
+    keeps booleans.
+ 3. What depends on values cannot run: `.item()`, `nonzero`, shapes that depend on the data.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.overrides import TorchFunctionMode
+
+from retrograde.engine.torch_internals import (
+    FAKE_TENSOR_ERRORS,
+    converting_fake_modules,
+    fake_mode,
+    fake_process_group,
+    load_compiler,
+)
+
+_CPU = torch.device("cpu")
+_MOVES = {getattr(Tensor, name) for name in ("cuda", "xpu", "hpu", "mtia", "ipu", "cpu") if hasattr(Tensor, name)}
+_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).resolve().parents[2])
+_NOT_HERE = (  # warnings about values, of which there are none
+    r"FSDP2-wrapped module",
+    r".*data pointer of FakeTensor",
+    r"Python's or NumPy's global random generator",
+)
+
+
+class NeedsValuesError(ValueError):
+    """A model that cannot run without values; the message names the line of the user's code that needs them."""
+
+
+@contextmanager
+def fake_session(mesh_shape: Sequence[int] = (), names: Sequence[str] = ()) -> Iterator[FakeSession]:
+    """A context in which tensors have no values, for the first of the ranks of a mesh."""
+    load_compiler()
+    ranks = 1
+    for size in mesh_shape:
+        ranks *= size
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        for message in _NOT_HERE:
+            warnings.filterwarnings("ignore", message=message)
+        mesh = None
+        if ranks > 1:
+            if dist.is_initialized():
+                raise ValueError(
+                    "A plan for several ranks needs a process without a process group: it makes one of its own, in "
+                    "which nothing moves. Plan before init_process_group, or in another process."
+                )
+            stack.enter_context(fake_process_group(ranks))
+            mesh = init_device_mesh("cpu", tuple(mesh_shape), mesh_dim_names=tuple(names))
+        stack.enter_context(_autocast_on_the_cpu())
+        stack.enter_context(converting_fake_modules())
+        mode = stack.enter_context(fake_mode())
+        stack.enter_context(_EveryDeviceIsTheCpu())
+        yield FakeSession(mode, mesh)
+
+
+class FakeSession:
+    """What a session has: the mode of its tensors, and the mesh of its ranks, if there are several."""
+
+    def __init__(self, mode: Any, mesh: DeviceMesh | None) -> None:
+        self.mode = mode
+        self.mesh = mesh
+
+
+@contextmanager
+def refusing_values(doing: str) -> Iterator[None]:
+    """Around a user's code: what needs values is refused in a sentence that names its line."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, FAKE_TENSOR_ERRORS):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        _refuse(doing, error, cause)
+
+
+def _refuse(doing: str, error: BaseException, cause: BaseException) -> NoReturn:
+    frames = traceback.extract_tb(error.__traceback__) + traceback.extract_tb(cause.__traceback__)
+    line = _own_line([f for f in frames if not f.filename.startswith("<")])
+    raise NeedsValuesError(
+        f"{doing} needs the values of a tensor, and a plan on paper has none: {Path(line.filename).name}, line "
+        f"{line.lineno}: `{line.line}` ({_words(cause)}). Let shapes and branches of the code depend on sizes alone, "
+        "or plan on a machine that has the model (without `on`)."
+    ) from cause
+
+
+def _own_line(frames: list[traceback.FrameSummary]) -> traceback.FrameSummary:
+    """The innermost line that is the user's; in a model of retrograde's own, the model's."""
+    for libraries in (_LIBRARIES, _LIBRARIES[:1]):
+        own = [f for f in frames if not any(Path(f.filename).is_relative_to(folder) for folder in libraries)]
+        if own:
+            return own[-1]
+    return frames[-1]
+
+
+def _words(cause: BaseException) -> str:
+    """What was tried: the operator's name, which is all that torch's exceptions tell."""
+    function = getattr(cause, "func", None)
+    return f"{type(cause).__name__}: {function}" if function is not None else str(cause).partition("\n")[0]
+
+
+class _EveryDeviceIsTheCpu(TorchFunctionMode):
+    """Takes every device that is asked for as the CPU (2 of the NOTE)."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func in _MOVES:
+            return args[0]
+        if _is_elsewhere(options.get("device")):
+            options["device"] = _CPU
+        if func is Tensor.to:
+            args = [args[0], *(_CPU if _is_elsewhere(arg) else arg for arg in args[1:])]
+        return func(*args, **options)
+
+
+def _is_elsewhere(device: Any) -> bool:
+    """Whether this names another device than the CPU, or the one for tensors without values."""
+    if isinstance(device, int) and not isinstance(device, bool):
+        return True
+    if not isinstance(device, (str, torch.device)):
+        return False
+    return torch.device(device).type not in ("cpu", "meta")
+
+
+@contextmanager
+def _autocast_on_the_cpu() -> Iterator[None]:
+    """Autocast for a device that is not here, which torch would disable with a warning."""
+    original = torch.autocast.__init__
+
+    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original(self, "cpu", *args, **kwargs)
+
+    torch.autocast.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = original  # type: ignore[method-assign]

@@ -1,0 +1,161 @@
+"""Plans for a job on paper: each memory mode, and the fastest plan that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from retrograde.engine.torch_internals import fake_copy
+from retrograde.measure.formatting import parse_size
+from retrograde.measure.loss import Loss
+from retrograde.measure.stacks import stacks_of, the_stack
+from retrograde.measure.targets import Target, as_target, load
+from retrograde.measure.timing import Progress, silent
+from retrograde.memory import Plan
+from retrograde.planning._costs import ChainCost, predict
+from retrograde.planning._search import cheapest
+from retrograde.sequence import ReversibleSequence
+
+from .chain import chain_on_paper
+from .devices import Device, device_named
+from .fake_session import fake_session, refusing_values
+from .jobs import Job
+from .rank import Rank
+from .report import JobPlan, Way, speed, throughput_unit
+
+MODES = ("store", "checkpoint", "selective", "reverse")
+_PLAN = "this budget's plan"
+_ROUNDS = 3  # of the search: what the blocks alone do not tell is learned from the plan before
+_NEAR = 0.02  # of the budget: a plan that leaves less than this unused is good enough
+
+Source = str | Callable[..., Any] | tuple[nn.Module, Any, Loss | None]
+"""What is planned: a target as on the command line, a factory, or a model and a batch."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a session made of a source, for a job."""
+
+    target: Target
+    job: Job
+    mesh: Any
+
+    def rank(self) -> Rank:
+        return Rank(self.job, self.target, self.mesh)
+
+
+def plan_on(
+    on: str | Device,
+    model: nn.Module | Callable[..., Any] | str,
+    batch: Any = None,
+    budget: int | str | None = None,
+    *,
+    loss: Loss | None = None,
+    stack: str | None = None,
+    progress: Progress = silent,
+    ranks: int = 1,
+    shard: str | None = None,
+    **options: Any,
+) -> JobPlan:
+    """What `retrograde.planning.plan` does with `on`: its arguments, and those of a `Job`."""
+    job = Job(device_named(on), ranks, shard or "none", **options)
+    source: Source = (model, batch, loss) if isinstance(model, nn.Module) else model
+    if not isinstance(model, nn.Module) and (batch is not None or loss is not None):
+        raise TypeError("plan: a factory returns its batch and its loss itself; give them with a model only.")
+    size = job.device.memory if budget is None else parse_size(budget)
+    return plan_job(source, job, size, stack=stack, progress=progress)
+
+
+def plan_job(
+    source: Source, job: Job, budget: int, *, stack: str | None = None, progress: Progress = silent
+) -> JobPlan:
+    """The costs of each memory mode for a rank of the job, and of the fastest plan that fits the budget."""
+    with opened(source, job) as subject:
+        model = subject.target.model
+        chain = None
+        if stack is not None or len(stacks_of(model)) == 1:
+            chain = _chain(subject, the_stack(model, stack), progress)
+        rank = subject.rank()
+        ways = [_way(rank, name, [name] * len(rank.stacks), budget) for name in _modes(model, progress)]
+        if chain is not None:
+            chosen = the_stack(model, stack)
+            index = next(i for i, each in enumerate(rank.stacks) if each is chosen)
+            ways += _planned(rank, index, chain, budget, ways, progress)
+        unit = throughput_unit(subject.target.batch, job)
+        return JobPlan(job, budget, tuple(ways), blocks=sum(len(each.blocks) for each in rank.stacks), unit=unit)
+
+
+@contextmanager
+def opened(source: Source, job: Job, **sizes: int) -> Iterator[Subject]:
+    """A session in which the source has been made, without values."""
+    with fake_session(*job.mesh) as session:
+        extra = {"mesh": session.mesh} if job.shard == "tensor" else job.factory_arguments
+        with refusing_values("Making the model"):
+            target = _target(source, session.mode, {**sizes, **extra})
+        if job.shard != "tensor":
+            target.model.to_empty(device="cpu")  # views of a copied parameter without values do not share its storage
+        yield Subject(target, job, session.mesh)
+
+
+def _target(source: Source, mode: Any, arguments: dict[str, Any]) -> Target:
+    if isinstance(source, str):
+        return load(source, **arguments)
+    if isinstance(source, tuple):
+        return as_target("the model", (*(fake_copy(mode, part) for part in source[:2]), source[2]))
+    return as_target(getattr(source, "__name__", "the factory"), source(**arguments))
+
+
+def _modes(model: nn.Module, progress: Progress) -> Iterator[str]:
+    for i, mode in enumerate(MODES):
+        progress(mode, i, len(MODES) + _ROUNDS)
+        yield mode
+
+
+def _chain(subject: Subject, stack: ReversibleSequence, progress: Progress) -> ChainCost:
+    target = subject.target
+    with refusing_values("The training step"), subject.job.autocast():
+        return chain_on_paper(target.model, target.batch, target.loss, stack, subject.job, progress)
+
+
+def _way(rank: Rank, name: str, memories: list[Any], budget: int) -> Way:
+    cost = rank.step(memories)
+    return Way(name, None, cost, cost.memory.peak <= budget)
+
+
+def _planned(rank: Rank, index: int, chain: ChainCost, budget: int, ways: list[Way], progress: Progress) -> list[Way]:
+    """The fastest plan that fits, if a mixture of modes is faster than each mode that fits.
+
+    The chain knows the blocks. What it does not know, such as parameters, gathered ones and the optimiser's state, is
+    the difference between a plan's simulated peak and the chain's: learned from reversing all blocks, then from plans.
+    """
+    reverse = next(way.cost for way in ways if way.name == "reverse")
+    other = reverse.step_peak - predict(chain, chain.uniform().get("reverse", chain.uniform()["checkpoint"])).peak
+    best: Way | None = None
+    for i in range(_ROUNDS):
+        progress(_PLAN, len(MODES) + i, len(MODES) + _ROUNDS)
+        memory = cheapest(chain, budget - other) if budget > other else None
+        if memory is None:
+            break
+        way = _way(rank, _PLAN, _with_plan(rank, index, Plan(memory, chain.anchors)), budget)
+        way = Way(_PLAN, Plan(memory, chain.anchors), way.cost, way.fits)
+        if way.fits and (best is None or speed(way) < speed(best)):
+            best = way
+        difference = way.cost.step_peak - predict(chain, memory).peak
+        if difference == other or (way.fits and way.cost.step_peak > (1 - _NEAR) * budget):
+            break
+        other = difference
+    fitting = [way for way in (*ways, best) if way is not None and way.fits]
+    if not fitting:
+        return []
+    fastest = min(fitting, key=speed)
+    plan = fastest.plan or Plan.uniform(fastest.name, list(rank.stacks[index]))
+    return [Way(_PLAN, plan, fastest.cost, fits=True)]
+
+
+def _with_plan(rank: Rank, index: int, plan: Plan) -> list[Any]:
+    """The plan for one stack; other stacks are reversed."""
+    return [plan if i == index else "reverse" for i in range(len(rank.stacks))]

@@ -1,0 +1,198 @@
+"""What is predicted for a job, as a table, as JSON and as a picture."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrograde.measure.batches import arguments, tensors_in
+from retrograde.measure.formatting import align, format_bytes
+from retrograde.measure.pictures import new_figure, unit_of
+from retrograde.memory import Plan
+
+from .jobs import Job
+from .rank import StepCost
+
+_PARTS = ("parameters", "gradients", "optimizer", "activations", "communication", "temporaries")
+_COLOURS = ("#4a5568", "#c05621", "#805ad5", "#2b6cb0", "#718096", "#d69e2e")
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train: a memory mode, or a plan, with what it is predicted to cost a rank."""
+
+    name: str
+    plan: Plan | None
+    cost: StepCost
+    fits: bool
+
+
+def speed(way: Way) -> tuple[float, float]:
+    """By what ways are compared: the likely time, then the worst, where all wait for the exchange."""
+    return way.cost.seconds.likely, way.cost.seconds.worst
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a step's batch is counted in, and how much of it all ranks process in a step together."""
+
+    name: str
+    count: int
+
+
+def throughput_unit(batch: Any, job: Job) -> Unit:
+    """Tokens, if the batch has integers; otherwise samples, along the first dimension."""
+    tensors = [t for t in tensors_in(arguments(batch)) if t.dim()]
+    many = job.data_ranks * (job.batches if job.shard == "pipeline" else 1)
+    tokens = next((t for t in tensors if t.dtype in (torch.int64, torch.int32)), None)
+    if isinstance(tokens, Tensor):
+        return Unit("tokens", tokens.numel() * many)
+    return Unit("samples", (tensors[0].shape[0] if tensors else 1) * many)
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """What each memory mode is predicted to cost one rank of a job, and the fastest plan that fits.
+
+    Attributes:
+        job: the device, the ranks and how they share the model.
+        budget: bytes of a rank.
+        ways: the memory modes, then this budget's plan.
+        blocks: how many blocks the model's stacks have.
+        unit: what the throughput is counted in.
+    """
+
+    job: Job
+    budget: int
+    ways: tuple[Way, ...]
+    blocks: int
+    unit: Unit
+
+    @property
+    def best(self) -> Way | None:
+        """The fastest way that fits, or None."""
+        fitting = [way for way in self.ways if way.fits]
+        return min(fitting, key=speed, default=None)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the fastest way that fits, to be given to the stack as its `memory`."""
+        return next((way.plan for way in reversed(self.ways) if way.fits and way.plan is not None), None)
+
+    @property
+    def minimum(self) -> int:
+        """The least peak of all ways."""
+        return min(way.cost.memory.peak for way in self.ways)
+
+    def __getitem__(self, name: str) -> Way:
+        return next(way for way in self.ways if way.name == name)
+
+    def __str__(self) -> str:
+        return "\n".join([self._title(), "", *self._bytes(), "", *self._times(), "", *self._notes()])
+
+    def _title(self) -> str:
+        job = self.job
+        ranks = f"{job.ranks} x {job.device.title or job.device.name}"
+        shared = "" if job.shard == "none" else f", {job.shard}"
+        if job.shard == "pipeline":
+            shared += f", stage {job.stage} with {job.in_flight} micro-batches at once"
+        return f"Predicted for {ranks}{shared}, {format_bytes(self.budget)} each. Bytes of one rank at its peak:"
+
+    def _bytes(self) -> list[str]:
+        rows: list[tuple[str, ...]] = [
+            ("", "parameters", "gradients", "optimiser", "activations", "exchanged", "temporaries", "peak", "")
+        ]
+        for way in self.ways:
+            memory = way.cost.memory
+            sizes = [format_bytes(getattr(memory, part)) for part in _PARTS]
+            rows.append((way.name, *sizes, format_bytes(memory.peak), "fits" if way.fits else "too large"))
+        return align(rows, left=(0, 8))
+
+    def _times(self) -> list[str]:
+        rows = [("", "time of a step (range)", f"{self.unit.name}/s (range)", "all-gathers", "per block", "exchanged")]
+        for way in self.ways:
+            seconds, traffic = way.cost.seconds, way.cost.traffic
+            rates = [_rate(self.unit.count / value) for value in (seconds.likely, seconds.worst, seconds.best)]
+            per_block = f"{traffic.all_gathers / self.blocks:.1f}" if traffic.all_gathers else ""
+            rows.append(
+                (
+                    way.name,
+                    str(seconds),
+                    f"{rates[0]} ({rates[1]} to {rates[2]})",
+                    str(traffic.all_gathers or ""),
+                    per_block,
+                    format_bytes(traffic.bytes) if traffic.bytes else "",
+                )
+            )
+        return align(rows)
+
+    def _notes(self) -> list[str]:
+        notes = [
+            "Times are from a roofline, not measured: the range is what devices attain of their peaks, and whether "
+            "exchange hides behind arithmetic."
+        ]
+        best = self.best
+        if best is None:
+            return [*notes, f"Nothing fits {format_bytes(self.budget)}: the least is {format_bytes(self.minimum)}."]
+        plan = f": {self.plan}" if self.plan is not None else ""
+        return [*notes, f"The fastest that fits is {best.name}{plan}"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data, for JSON."""
+        best = self.best
+        ways = [
+            {
+                "name": way.name,
+                "fits": way.fits,
+                "plan": None if way.plan is None else way.plan.to_dict(),
+                **asdict(way.cost.memory),
+                "peak": way.cost.memory.peak,
+                "seconds": way.cost.seconds._asdict(),
+                f"{self.unit.name}_per_second": self.unit.count / way.cost.seconds.likely,
+                "flops": way.cost.flops,
+                "traffic": {**asdict(way.cost.traffic), "seconds": way.cost.traffic.seconds._asdict()},
+            }
+            for way in self.ways
+        ]
+        job = {key: value for key, value in asdict(self.job).items() if key != "device"}
+        return {
+            "predicted": True,
+            "device": self.job.device.name,
+            **job,
+            "budget": self.budget,
+            "blocks": self.blocks,
+            "best": None if best is None else best.name,
+            **({} if self.plan is None else self.plan.to_dict()),
+            "ways": ways,
+        }
+
+    def plot(self, path: str | Path) -> Path:
+        """Each way's bytes as a bar of parts, with its time beside it and the budget as a line. Needs matplotlib."""
+        path = Path(path)
+        figure = new_figure(9, 1.6 + 0.55 * len(self.ways))
+        axes = figure.subplots()
+        unit, size = unit_of(max(way.cost.memory.peak for way in self.ways))
+        for row, way in enumerate(self.ways):
+            start = 0.0
+            for part, colour in zip(_PARTS, _COLOURS, strict=True):
+                width = getattr(way.cost.memory, part) / size
+                axes.barh(row, width, left=start, color=colour, label=part if row == 0 else None)
+                start += width
+            axes.text(start, row, f"  {way.cost.seconds}", va="center", fontsize=8)
+        axes.axvline(self.budget / size, color="#c53030", linestyle="--", label="budget")
+        axes.set_yticks(range(len(self.ways)), [way.name for way in self.ways])
+        axes.invert_yaxis()
+        axes.margins(x=0.25)
+        axes.set(xlabel=f"bytes of one rank at its peak, {unit} (predicted)", title=self._title().partition(".")[0])
+        figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=140, format=path.suffix[1:] or "png")
+        return path
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
