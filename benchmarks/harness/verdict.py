@@ -22,11 +22,11 @@ CAUSES = {
     "where a backward written by hand inside one custom function saves nothing, and checks in each step whether "
     "modules, generators, weights and saved tensors are those that the replay will need. The README says what that "
     "gives: second derivatives, `autograd.grad`, hooks, losses on hidden states, and errors instead of wrong "
-    'gradients. `compiled="single graph"`, among the compiled ones, has no such cost.',
+    'gradients. `backend="retrograde"`, among the compiled ones, has no such cost.',
     "multiply": "Branches that only multiply show the fixed cost of a block: the hooks in Python for each saved "
     "tensor, and the record of the state that a replay needs.",
     "compiled": "A compiler that may save a part of the activations recomputes less than one that saves only the "
-    "streams, as the single graph does. Branches that are compiled one by one pay for their guards in each call.",
+    'streams, as `backend="retrograde"` does. Branches that are compiled one by one pay for their guards in each call.',
     "float32": "Adding and then subtracting rounds, so recomputed activations drift; stored ones do not, nor those "
     'recomputed from a checkpoint. `memory="checkpoint"` and anchors are the remedies.',
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,13 +11,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from .compiled.single_graph import run_in_graph, why_not_in_graph, why_not_these_inputs
+from .compiled.traced_run import ON_TAPE, run_traced, why_not_call, why_not_traced
 from .engine.anchors import find_anchors
 from .engine.exactness import check_all_exact, grid_bits_of, make_exact, make_ordinary, rescaling
+from .engine.graph_marks import is_traced
 from .engine.guard import Guard, GuardWatch
 from .engine.observer import Observer, StackCall
 from .engine.outputs import Outputs
-from .engine.run import run_blocks
+from .engine.run import outside_compiled_graphs, run_blocks
 from .engine.torch_internals import constant_when_traced
 from .memory import Memory, Plan, as_plan
 from .network.block import Block
@@ -58,9 +60,6 @@ class ReversibleSequence(nn.Module):
         max_drift: place anchors, on the first training call, so that no recomputed stream is relatively further from
             the true one than this.
         guard: compare what was recomputed with the true values now and then, in training.
-        compiled: how the stack trains inside a model that is compiled as a whole. "branches" keeps it out of the
-            graph; compile its branches one by one. "single graph" writes the reversible backward pass into
-            the graph, where nothing is against it (see `single_graph_refusal`).
         layer_drop: the probability with which a block is left out of a call in training, for all
             blocks or one per block. If all would drop, the first one runs. Nothing is rescaled.
 
@@ -87,14 +86,12 @@ class ReversibleSequence(nn.Module):
         max_drift: float | None = None,
         guard: Guard | None = None,
         layer_drop: float | Sequence[float] = 0.0,
-        compiled: Literal["branches", "single graph"] = "branches",
     ) -> None:
         super().__init__()
         blocks = list(blocks)
         check_choice("split", split, get_args(Split))
         check_choice("merge", merge, (*get_args(Merge), None), otherwise="which returns the tuple of streams")
         check_choice("overflow", overflow, ("raise", "rescale"))
-        check_choice("compiled", compiled, ("branches", "single graph"))
         check_blocks(blocks)
         self.blocks = nn.ModuleList(blocks)
         self.split: Split = split
@@ -107,8 +104,8 @@ class ReversibleSequence(nn.Module):
         self.layer_drop = drop_probabilities(layer_drop, len(blocks))
         self.stream_dtype = stream_dtype
         self.overflow = overflow
-        self.compiled = compiled
         self._observer: Observer | None = None
+        self._reasons_on_tape: set[str] = set()
         self._checked: set[frozenset[str]] = set()
         check_exact(exact)
         if exact:
@@ -264,8 +261,9 @@ class ReversibleSequence(nn.Module):
             observer.on_call(call)
             plan, streams, context = call.plan, call.streams, call.context
         blocks, running = self._blocks(), self._running()
-        if self._goes_into_graph(plan, streams, context, hidden):
-            return Outputs(run_in_graph(blocks, self.names, streams, context), self.names)
+        if self._goes_into_graph(plan):
+            parts = [(plan.modes[s.blocks[0]].name, s.blocks) for s in plan.segments(running)]
+            return run_traced(blocks, self.names, parts, streams, context, hidden=hidden)
         if observer is None and self._watch is not None and torch.is_grad_enabled():
             recomputed = [i for i in running if plan.modes[i].make_tape is not None]
             observer = self._watch.observer(recomputed, [i for i in recomputed if plan.modes[i].needs_inverse])
@@ -280,22 +278,23 @@ class ReversibleSequence(nn.Module):
             outputs = rescaling(blocks, list(dict.fromkeys(s.device for s in streams)), run)
         return outputs if self._observer is None else self._observer.on_return(outputs)
 
-    def _goes_into_graph(self, plan: Plan, streams: Streams, context: Mapping[str, Any], hidden: set[int]) -> bool:
-        if self.compiled != "single graph" or not torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    def _goes_into_graph(self, plan: Plan) -> bool:
+        """Whether this call is traced, for backend="retrograde". If not, it runs on its tape, outside of any graph."""
+        if not is_traced():
             return False
-        reverses = set(plan.memory) == {"reverse"} and not plan.anchors and not hidden
-        return reverses and self.single_graph_refusal() is None and why_not_these_inputs(streams, context) is None
+        is_observed, rescales = bool(self._observer or self._watch), self.overflow == "rescale" and self.exact
+        reason = why_not_call(is_observed=is_observed, rescales=rescales, drops=self._drops())
+        for i, block in enumerate(self._blocks()):
+            reason = reason or why_not_traced(i, block, plan.modes[i].name)
+        if reason is not None:
+            self._warn_on_tape(reason)
+        return reason is None
 
     @constant_when_traced
-    def single_graph_refusal(self) -> str | None:
-        """Why the stack, as it is now, would not train in one compiled graph; None if it would.
-
-        A call goes into the graph if, besides, its inputs allow it: float32 or float64 streams, no autocast, and no
-        hidden states asked for.
-        """
-        if self._watch is not None or self._drops():
-            return "a guard or layer drop decides anew in each call"
-        return why_not_in_graph(self._blocks())
+    def _warn_on_tape(self, reason: str) -> None:
+        if reason not in self._reasons_on_tape:
+            self._reasons_on_tape.add(reason)
+            warnings.warn(ON_TAPE.format(reason=reason), RuntimeWarning, stacklevel=2)
 
     def _drops(self) -> bool:
         return self.training and any(self.layer_drop)
@@ -319,6 +318,7 @@ class ReversibleSequence(nn.Module):
             for name, members in self.groups.items()
         }
 
+    @outside_compiled_graphs
     def _place_anchors(self, streams: Streams, context: Mapping[str, Any]) -> Plan:
         """Measure drift on this call, once, and put anchors into the plan."""
         assert self._max_drift is not None

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import retrograde as rg
+from retrograde.compiled.backend import Backend, partition
+from retrograde.engine.graph_marks import is_mark
 
 WIDTH = 8
 
@@ -59,6 +61,44 @@ class Graphs:
 
         self.count += 1
         return aot_eager(graph, inputs)
+
+
+class ByRule(Backend):
+    """The backend "retrograde" without a code generator: the graphs that the rule cuts are run as they are.
+
+    Attributes:
+        graphs: how many graphs were compiled.
+        saved: for each graph that was cut (a region, or the graph around them), the bytes that its forward half saves
+            besides its inputs.
+    """
+
+    def __init__(self) -> None:
+        self.graphs = 0
+        self.saved: list[int] = []
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def compile(self, module: Any, inputs: Any, **options: Any) -> Any:
+        from functorch.compile import make_boxed_func
+        from torch._dynamo.backends.common import aot_autograd
+
+        def run(graph: Any, _: Any) -> Any:
+            assert not any(is_mark(node) for node in graph.graph.nodes)
+            return make_boxed_func(graph.forward)
+
+        compiled = aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=self.cut)(module, inputs)
+        self.graphs += 1
+        return compiled
+
+    def cut(self, module: Any, inputs: Any, **options: Any) -> Any:
+        forward, backward = partition(module, inputs, **options)
+        (output,) = forward.graph.find_nodes(op="output")
+        saved = [n.meta["val"] for n in output.args[0][options["num_fwd_outputs"] :] if n.op != "placeholder"]
+        self.saved.append(sum(v.numel() * v.element_size() for v in saved if isinstance(v, Tensor)))
+        return forward, backward
 
 
 def breaks() -> Counter[str]:

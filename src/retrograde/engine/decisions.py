@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from .graph_marks import is_traced, saved_in_graph
+
 _LOCAL = threading.local()
 
 
@@ -86,6 +88,8 @@ def decide(value: Tensor) -> Tensor:
             f"decide() takes a decision (indices or flags), not a differentiable tensor of {value.dtype}: "
             "decide on the indices, and gather the values with them."
         )
+    if is_traced():
+        return saved_in_graph(value)
     for decisions in open_decisions():
         value = decisions.settle(value)
     return value

@@ -31,7 +31,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 MakeTape = Callable[[Call, int], Tape]
 
 WHY_OUTSIDE = (
-    "a reversible stack recomputes activations when autograd asks for them, which cannot be traced: compile branches"
+    "a reversible stack recomputes activations when autograd asks for them, which cannot be traced: use "
+    'torch.compile(model, backend="retrograde"), or compile branches'
 )
 
 

@@ -274,3 +274,47 @@ def process_group_named(name: str) -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+
+
+def tracing_backend() -> Any:
+    """The backend that the compiler traces this code for; None if no code is traced."""
+    return _tracing_backends()[-1]
+
+
+def tracing_options() -> dict[str, Any]:
+    """The options that `torch.compile` was given for its backend."""
+    given = [getattr(backend, "kwargs", None) for backend in _tracing_backends()]
+    return next((kwargs["options"] for kwargs in given if isinstance(kwargs, dict) and "options" in kwargs), {})
+
+
+def _tracing_backends() -> list[Any]:
+    """The backend with the wrappers around it, outermost first: of `torch.compile`, and what splits graphs for DDP."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        backends: list[Any] = [InstructionTranslator.current_tx().output.compiler_fn]
+    except AttributeError:
+        return [None]
+    while True:
+        outer = backends[-1]
+        holders = [outer, getattr(outer, "__self__", None)]
+        names = ("_torchdynamo_orig_backend", "compiler_fn", "backend_compile_fn")
+        inner = [value for each in holders for name in names if (value := getattr(each, name, None)) is not None]
+        if not inner or inner[0] in backends:
+            return backends
+        backends.append(inner[0])
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module was compiled by itself."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return isinstance(module, OptimizedModule)
+
+
+def splits_graphs_for_ddp() -> bool:
+    """Whether the compiler splits the graph that it traces where DDP's buckets end, which regions do not allow."""
+    import torch._dynamo.config as dynamo_config
+
+    ddp = torch.nn.parallel.DistributedDataParallel
+    return ddp._get_active_ddp_module() is not None and bool(dynamo_config.optimize_ddp)

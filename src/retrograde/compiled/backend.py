@@ -1,0 +1,71 @@
+"""The backend of `torch.compile(model, backend="retrograde")`: Inductor, with graphs cut by the rule of `rule.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from retrograde.engine.graph_marks import is_mark, strip_marks
+
+from .compiler_internals import (
+    DECIDES,
+    PartitionerBase,
+    cut,
+    hash_of_files,
+    inductor_backend,
+    merge_equal_nodes,
+    without_donated_buffers,
+)
+from .region_aliases import undo_aliases
+from .rule import apply_rule, hoist_rebuilt, must_save
+from .seeds import lift_seeds
+
+
+def partition(module: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Cut a joint graph into its forward and its backward half."""
+    lift_seeds(module)
+    undo_aliases(module)
+    merge_equal_nodes(module)
+    has_marks = apply_rule(module)
+    forward, backward = cut(module, inputs, must_save, **options)
+    if has_marks:
+        forward.meta[DECIDES] = True  # for a region: other marks than decisions are never inside of one
+        hoist_rebuilt(backward)
+    return forward, backward
+
+
+class Partitioner(PartitionerBase):
+    """`partition`, as Inductor takes it; known to its caches by what our files say."""
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return partition(gm, joint_inputs, **options)
+
+    def uuid(self) -> Any:
+        return hash_of_files([str(path) for path in sorted(Path(__file__).parent.glob("*.py"))])
+
+
+class Backend:
+    """What compiles the graphs of a model that has stacks in it. A derived class may take another compiler."""
+
+    reads_marks = True
+
+    def __call__(self, module: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        has_marks = any(is_mark(node) for node in module.graph.nodes)
+        if has_marks and not any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs):
+            strip_marks(module.graph)
+            module.recompile()
+        with without_donated_buffers():
+            return self.compile(module, inputs, **options)
+
+    def compile(
+        self, module: fx.GraphModule, inputs: Any, *, mode: str | None = None, options: dict[str, Any] | None = None
+    ) -> Any:
+        inductor = inductor_backend(mode, {name: value for name, value in (options or {}).items() if name != "regions"})
+        return inductor(module, inputs, config_patches={"custom_partitioner_fn": Partitioner()})
+
+
+backend = Backend()
+"""What the name "retrograde" stands for in `torch.compile`."""

@@ -1,0 +1,104 @@
+"""Regions return fresh tensors: what would be one of their inputs, or a view of it, is taken from outside of them.
+
+NOTE [Aliases of a region]
+ Cut in two halves, a region saves some of its inputs for its backward half by returning them. Inductor takes what
+ a region returns for new memory, and may overwrite the input once nothing seems to need it: gradients were wrong in
+ torch 2.13. So the graph around a region reads such outputs from where they came: the input itself, the same view of
+ it, or an earlier output that is the same tensor. Two views of one tensor inside of a region are made two tensors.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from .compiler_internals import all_called_regions, region_name, views_first_input
+
+_FIRST_OPERAND = 2  # after the region and its name
+
+
+def undo_aliases(module: fx.GraphModule) -> None:
+    """Let the graph around regions read no output that shares memory. See NOTE [Aliases of a region]."""
+    separated: set[str] = set()
+    for call, region in all_called_regions(module):
+        name = region_name(call)
+        if name not in separated:
+            _separate_outputs(region)
+            separated.add(name)
+        _reroute(module.graph, call, region)
+    if separated:
+        module.recompile()
+
+
+def _outputs(region: fx.GraphModule) -> list[Any]:
+    (output,) = region.graph.find_nodes(op="output")
+    values: Any = output.args[0]
+    return list(values)
+
+
+def _views(node: fx.Node) -> list[fx.Node]:
+    """The views of views that a node is, the last one first."""
+    views = []
+    while node.op == "call_function" and views_first_input(node):
+        views.append(node)
+        node = node.args[0]  # type: ignore[assignment]
+    return views
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The tensor of which a node is a view; the node itself if it is none."""
+    views = _views(node)
+    return views[-1].args[0] if views else node  # type: ignore[return-value]
+
+
+def _can_be_made_outside(view: fx.Node) -> bool:
+    """Whether the sizes of a view are numbers, or inputs of the region."""
+    return all(node.op == "placeholder" for node in view.all_input_nodes if node is not view.args[0])
+
+
+def _separate_outputs(region: fx.GraphModule) -> None:
+    """Copy outputs that are views of the same tensor as an earlier one, and not of an input or of an output itself."""
+    (output,) = region.graph.find_nodes(op="output")
+    values = _outputs(region)
+    bases: set[fx.Node] = set()
+    for i, value in enumerate(values):
+        if not isinstance(value, fx.Node):
+            continue
+        base = _base(value)
+        is_known_outside = base.op == "placeholder" or base in values[:i]
+        if not all(map(_can_be_made_outside, _views(value))) or (base in bases and not is_known_outside):
+            with region.graph.inserting_before(output):
+                values[i] = region.graph.call_function(torch.ops.aten.clone.default, (value,))
+            values[i].meta = dict(value.meta)
+        bases.add(base)
+    output.args = (tuple(values),)
+    region.recompile()
+
+
+def _reroute(graph: fx.Graph, call: fx.Node, region: fx.GraphModule) -> None:
+    """Read what a call returns of its inputs, or twice, from where it came."""
+    values = _outputs(region)
+    inputs = region.graph.find_nodes(op="placeholder")
+    sources: dict[fx.Node, Any] = dict(zip(inputs, call.args[_FIRST_OPERAND:], strict=True))
+    items: dict[Any, fx.Node] = {user.args[1]: user for user in call.users if user.target is operator.getitem}
+    for i, item in sorted(items.items()):
+        value = values[i]
+        source = sources.get(_base(value)) if isinstance(value, fx.Node) else None
+        if isinstance(source, fx.Node):
+            item.replace_all_uses_with(_same_view(graph, item, value, sources))
+        elif isinstance(value, fx.Node) and _base(value) is value:
+            sources[value] = item  # a later output may be the same tensor, or a view of it
+
+
+def _same_view(graph: fx.Graph, item: fx.Node, value: fx.Node, sources: dict[fx.Node, Any]) -> fx.Node:
+    """The view that a region makes, made outside of it."""
+    made: fx.Node = sources[_base(value)]
+    for view in reversed(_views(value)):
+        rest = fx.map_arg(view.args[1:], sources.__getitem__)
+        with graph.inserting_before(item):
+            made = graph.call_function(view.target, (made, *rest), view.kwargs)  # type: ignore[arg-type]
+        made.meta = {**view.meta, "partitioner_tag": item.meta.get("partitioner_tag")}
+    return made
