@@ -15,7 +15,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick quick-tests test lint types pytest test-versions test-accelerator test-torch-lists fuzz docs format bench clean
+.PHONY: help demo quick quick-tests test lint types pytest browser test-versions test-accelerator test-torch-lists fuzz docs format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,14 @@ types: $(READY)  ## mypy, strict
 
 pytest: $(READY)  ## the tests alone, in two processes; ARGS="-k name" passes arguments on, WORKERS=0 takes one process
 	$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+
+# Chromium and its driver, which the tests of the documents' memory calculator open. Debian has both; whoever is not root
+# there, or has another system, installs them by hand or goes without: these tests are then skipped.
+browser:  ## Chromium for the tests of the memory calculator, where apt-get can install it
+	@command -v chromedriver > /dev/null || [ -n "$$CHROMEWEBDRIVER" ] || { command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ] \
+	  && echo "Installing chromium and chromium-driver for the tests of the memory calculator." \
+	  && { timeout 120 apt-get update; DEBIAN_FRONTEND=noninteractive timeout 600 apt-get install --yes --no-install-recommends chromium chromium-driver; } > /dev/null 2>&1; } \
+	  || echo "No chromedriver here: the tests that open the memory calculator in a browser are skipped."
 
 # One line or two per folder of tests/, chosen by their seconds: together about 95 s of one core, while mypy has the other.
 QUICK := \
