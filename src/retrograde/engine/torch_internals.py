@@ -138,6 +138,10 @@ def results_left_over(replay: Any) -> bool:
     return any(hasattr(leaf, "val") for leaf in tree_flatten(entries)[0])
 
 
+TELLS_RESULTS = "op_output" in checkpoint.SelectiveCheckpointContext.__init__.__code__.co_varnames
+"""Whether the policy of a selective checkpoint is told an operator's result: not in torch 2.9, where nothing is saved."""
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module, or differentiating it, does more than its forward says."""
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
