@@ -1,4 +1,4 @@
-"""The private parts of torch that retrograde touches, all of them, as read in torch 2.13 and run with 2.11 to 2.15.
+"""The private parts of torch that retrograde touches, all of them, as read in torch 2.13 and run with 2.9 to 2.15.
 
 Each has no public equivalent. Nothing else in the package names an underscore of torch.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType
@@ -146,6 +147,22 @@ def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module, or differentiating it, does more than its forward says."""
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks)
+
+
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+"""Of torch, for what differs between versions and cannot be asked in another way."""
+
+
+def casts_inputs_once(module: nn.Module) -> bool:
+    """Whether FSDP2 casts the module's inputs in the forward pass, and not when it runs again in the backward pass.
+
+    Before torch 2.13 it takes any call in the backward pass for one whose inputs were cast already.
+    """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if VERSION >= (2, 13) or fsdp is None or not isinstance(module, fsdp.FSDPModule):
+        return False
+    policy = module._get_fsdp_state()._mp_policy
+    return bool(policy.cast_forward_inputs and policy.param_dtype)
 
 
 def saved_tensor_hooks_active() -> bool:
