@@ -75,8 +75,10 @@ quick-tests: $(READY)
 # The oldest torch that pyproject.toml allows and the newest that was tried, each in an environment of its own.
 # pip's wheels for Linux bring CUDA along, some gigabytes; an index of wheels for the CPU alone spares them. test_fit.py
 # allows processes less memory than torch with CUDA takes to start.
-TORCHES ?= $(shell sed -n 's|^dependencies = .*torch>=\([0-9.]*\).*|\1|p' pyproject.toml).0 2.15.0
-CORE := compiled couplings diagnose engine fused_optimizer measure memory network planning sequence
+TORCHES ?= $(shell sed -n 's|^dependencies = .*torch>=\([0-9.]*\).*|\1|p' pyproject.toml) 2.15.0
+CORE := compiled couplings diagnose engine fused_optimizer measure memory network planning sequence \
+	distributed/test_ddp.py distributed/test_fsdp_policies.py \
+	conversion/test_bdia.py conversion/test_convert.py conversion/test_convert_returns.py conversion/test_gradient_checkpointing.py
 ELSEWHERE := planning/test_fit.py fused_optimizer/test_fused_optimizer_processes.py
 
 test-versions: $(TORCHES:%=.venv-torch-%/.ready)  ## the core tests with the oldest and the newest torch; TORCHES="2.12.1" others

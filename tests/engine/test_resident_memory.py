@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from retrograde.engine.torch_internals import VERSION
+
 SHALLOW, DEEP = 8, 192
 MIB = 2**20
 STREAMS = 32 * 2 * 16 * 4  # bytes of a pair of streams for each sample: length 32, width 16, float32
@@ -54,9 +56,11 @@ needs_peak = pytest.mark.skipif(status("VmHWM") < 0, reason="the system does not
 def test_peak_resident_memory_grows_by_at_most_2_percent_of_what_stored_activations_take() -> None:
     """With the allocator as it comes, holes and all, and a pair of streams of 3 MiB: 1.1 to 1.7% in seven runs.
 
-    Smaller streams do not keep to it with glibc's default settings: 1.4 to 2.0% at 2 MiB, and 4% at 0.5 MiB.
+    Smaller streams do not keep to it with glibc's default settings: 1.4 to 2.0% at 2 MiB, and 4% at 0.5 MiB. Before
+    torch 2.13 no size does, and the setting that the documents name is needed.
     """
-    reverse = growth("reverse", 768)
+    setting = {} if VERSION >= (2, 13) else {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    reverse = growth("reverse", 768, **setting)
     assert reverse <= 0.02 * 6 * stored(), f"{reverse / MIB:.1f} MiB, stored {6 * stored() / MIB:.1f} MiB"
 
 

@@ -34,7 +34,7 @@ def is_exporting() -> bool:
 
     Asked through that function, the compiler of torch 2.11 and before says that it exports whenever it traces.
     """
-    return bool(torch.compiler._is_exporting_flag)
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
 set_grad_enabled = torch._C._set_grad_enabled
