@@ -10,11 +10,8 @@ import torch
 
 from retrograde.engine.torch_internals import VERSION
 
-if VERSION < (
-    2,
-    13,
-):  # one graph for a whole stack; compiled branches and models around stacks need no more than others
-    collect_ignore_glob = ["test_backend*.py", "test_single_graph.py"]
+if VERSION < (2, 13):  # which one graph for a whole stack needs; compiled branches need no more than the rest
+    collect_ignore_glob = ["conftest.py", "test_backend*.py", "test_single_graph.py"]
 
 
 @pytest.fixture(scope="session", autouse=True)
