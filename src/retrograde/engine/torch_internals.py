@@ -140,7 +140,7 @@ def results_left_over(replay: Any) -> bool:
 
 
 TELLS_RESULTS = "op_output" in checkpoint.SelectiveCheckpointContext.__init__.__code__.co_varnames
-"""Whether the policy of a selective checkpoint is told an operator's result: not in torch 2.9, where nothing is saved."""
+"""Whether a selective checkpoint tells its policy an operator's result. torch 2.9 does not: then nothing is saved."""
 
 
 def has_hooks(module: nn.Module) -> bool:
