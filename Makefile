@@ -15,7 +15,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick quick-tests test lint types pytest test-versions test-accelerator test-torch-lists fuzz docs format bench clean
+.PHONY: help demo quick quick-tests test lint types pytest browser test-versions test-accelerator test-torch-lists fuzz docs format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,14 @@ types: $(READY)  ## mypy, strict
 
 pytest: $(READY)  ## the tests alone, in two processes; ARGS="-k name" passes arguments on, WORKERS=0 takes one process
 	$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+
+# Chromium and its driver, which the tests of the documents' memory calculator open. Debian has both; whoever is not root
+# there, or has another system, installs them by hand or goes without: these tests are then skipped.
+browser:  ## Chromium for the tests of the memory calculator, where apt-get can install it
+	@command -v chromedriver > /dev/null || [ -n "$$CHROMEWEBDRIVER" ] || { command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ] \
+	  && echo "Installing chromium and chromium-driver for the tests of the memory calculator." \
+	  && { timeout 120 apt-get update; DEBIAN_FRONTEND=noninteractive timeout 600 apt-get install --yes --no-install-recommends chromium chromium-driver; } > /dev/null 2>&1; } \
+	  || echo "No chromedriver here: the tests that open the memory calculator in a browser are skipped."
 
 # One line or two per folder of tests/, chosen by their seconds: together about 95 s of one core, while mypy has the other.
 QUICK := \
@@ -67,8 +75,10 @@ quick-tests: $(READY)
 # The oldest torch that pyproject.toml allows and the newest that was tried, each in an environment of its own.
 # pip's wheels for Linux bring CUDA along, some gigabytes; an index of wheels for the CPU alone spares them. test_fit.py
 # allows processes less memory than torch with CUDA takes to start.
-TORCHES ?= $(shell sed -n 's|^dependencies = .*torch>=\([0-9.]*\).*|\1|p' pyproject.toml).0 2.15.0
-CORE := compiled couplings diagnose engine fused_optimizer measure memory network planning sequence
+TORCHES ?= $(shell sed -n 's|^dependencies = .*torch>=\([0-9.]*\).*|\1|p' pyproject.toml) 2.15.0
+CORE := compiled couplings diagnose engine fused_optimizer measure memory network planning sequence \
+	distributed/test_ddp.py distributed/test_fsdp_policies.py \
+	conversion/test_bdia.py conversion/test_convert.py conversion/test_convert_returns.py conversion/test_gradient_checkpointing.py
 ELSEWHERE := planning/test_fit.py fused_optimizer/test_fused_optimizer_processes.py
 
 test-versions: $(TORCHES:%=.venv-torch-%/.ready)  ## the core tests with the oldest and the newest torch; TORCHES="2.12.1" others

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 import retrograde as rg
 from joined import follow, mean_loss, part
+from retrograde.engine.torch_internals import VERSION
 from shards import SHARDED, shard
 from stacks import all_close, sample, twins
 from team import in_processes
@@ -59,7 +60,23 @@ def sharded(memory: str, policy: str) -> nn.Module:
     return fully_shard(stack)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+CASTS_AGAIN = VERSION >= (2, 13)
+NEEDS_CASTS = [
+    pytest.param(name, marks=pytest.mark.skipif(way == "each branch" and not CASTS_AGAIN, reason="needs torch 2.13"))
+    for name, (way, _) in POLICIES.items()
+]
+
+
+@pytest.mark.skipif(CASTS_AGAIN, reason="this torch casts again")
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+@in_processes(2)
+def test_fsdp_casting_a_branchs_inputs_is_refused_where_torch_does_not_cast_them_again(memory: str) -> None:
+    with pytest.raises(ValueError, match=r"casts the inputs .* Use torch 2\.13 or later"):
+        gradients(sharded(memory, "branches that cast their inputs"))
+    gradients(sharded("store", "branches that cast their inputs"))
+
+
+@pytest.mark.parametrize("policy", NEEDS_CASTS)
 @in_processes(2)
 def test_fsdp_mixed_precision_gives_the_bits_of_stored_activations_under_checkpoint(policy: str) -> None:
     autocast = "autocast" in policy
@@ -68,7 +85,7 @@ def test_fsdp_mixed_precision_gives_the_bits_of_stored_activations_under_checkpo
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("policy", [name for name in POLICIES if "root" not in name])
+@pytest.mark.parametrize("policy", [case for case in NEEDS_CASTS if "root" not in case.values[0]])
 @in_processes(2)
 def test_fsdp_mixed_precision_under_reverse_differs_by_rounding_of_single_precision_streams(policy: str) -> None:
     autocast = "autocast" in policy

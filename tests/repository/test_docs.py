@@ -6,10 +6,8 @@ import ast
 import importlib
 import importlib.util
 import inspect
-import os
 import pkgutil
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,25 +34,6 @@ def load(path: Path) -> ModuleType:
 
 
 # The site
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("mkdocs")
-    pytest.importorskip("material")
-    pytest.importorskip("mkdocstrings")
-    folder = tmp_path_factory.mktemp("site")
-    # Not --quiet: it hides warnings from --strict, too.
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=offline())
-    assert done.returncode == 0, done.stderr[-4000:]
-    return folder
-
-
-def offline() -> dict[str, str]:
-    """An environment in which every download fails."""
-    nowhere = "http://127.0.0.1:9"
-    return os.environ | {"http_proxy": nowhere, "https_proxy": nowhere, "NO_MKDOCS_2_WARNING": "1"}
 
 
 @pytest.mark.slow

@@ -27,7 +27,14 @@ from retrograde.network.streams import Streams
 
 from . import rng
 from .preserve import StateSnapshot
-from .torch_internals import assert_in_graph, has_values, inside_function_transform, is_exporting, without_transforms
+from .torch_internals import (
+    assert_in_graph,
+    has_values,
+    inside_function_transform,
+    is_exporting,
+    outside_function_transforms,
+    without_transforms,
+)
 
 Result = TypeVar("Result")
 Ranges = list[tuple[int, Step, Tensor, Tensor]]
@@ -160,10 +167,16 @@ def check_ranges(ranges: Ranges) -> None:
     """Raise if a stream left the range of its grid in this call. An accelerator is waited for once."""
     noted = list(ranges)
     ranges.clear()
-    if inside_function_transform():
-        noted = [
-            (i, step, without_transforms(low).amin(), without_transforms(high).amax()) for i, step, low, high in noted
-        ]
+    if not inside_function_transform():
+        _check_noted(noted)
+        return
+    with outside_function_transforms():
+        whole = ((i, step, without_transforms(low), without_transforms(high)) for i, step, low, high in noted)
+        _check_noted([(i, step, low.amin(), high.amax()) for i, step, low, high in whole])
+
+
+def _check_noted(noted: Ranges) -> None:
+    """Raise for the first bound that is out of range."""
     for device in dict.fromkeys(low.device for _, _, low, _ in noted):
         steps = [each for each in noted if each[2].device == device]
         if has_values(steps[0][2]):

@@ -98,7 +98,7 @@ def run_blocks(
     if placements is None:
         placements = grid_placements(blocks, [i for segment in segments for i in segment.blocks], names)
     outputs = Outputs(streams, names)
-    run_untaped = _untaped_runner(call, observer, ranges, is_exact=bool(placements))
+    run_untaped = _untaped_runner(call, observer, ranges, is_exact=len(placements) > 0)
     for segment in segments:
         is_last = keep_last_graph and segment is segments[-1]
         with _tape_for(segment, blocks, call, is_last=is_last) as tape:

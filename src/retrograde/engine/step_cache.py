@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import nn
 
 from retrograde.network.block import BoundStep
@@ -16,6 +17,7 @@ from retrograde.network.streams import Streams
 from .branch_state import BranchState
 from .branch_traits import BranchTraits
 from .module_state import ModuleSnapshot
+from .torch_internals import casts_inputs_once
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -66,6 +68,12 @@ class StepCache:
                 f"{bound.step.name} is or has a {scripted} of torch.jit, whose buffers a replay cannot set back, and "
                 "whose interpreter may run other code in the replay than in the first run. Give the original module "
                 "(torch.compile makes it fast), or give the block memory='store'."
+            )
+        if any(map(casts_inputs_once, state.snapshot.modules)):
+            raise StepError(
+                "FSDP2's MixedPrecisionPolicy casts the inputs of this branch, and this torch "
+                f"({torch.__version__}) does not cast them again when the branch is recomputed. Use torch 2.13 or "
+                'later, autocast with cast_forward_inputs=False, or memory="store".'
             )
         return CachedReplay(bound, streams, state, self.traits(state.snapshot.training))
 

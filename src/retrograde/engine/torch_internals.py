@@ -1,4 +1,4 @@
-"""The private parts of torch that retrograde touches, all of them, as read in torch 2.13 and run with 2.11 to 2.15.
+"""The private parts of torch that retrograde touches, all of them, as read in torch 2.13 and run with 2.9 to 2.15.
 
 Each has no public equivalent. Nothing else in the package names an underscore of torch.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType
@@ -43,7 +44,7 @@ def is_exporting() -> bool:
 
     Asked through that function, the compiler of torch 2.11 and before says that it exports whenever it traces.
     """
-    return bool(torch.compiler._is_exporting_flag)
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
 set_grad_enabled = torch._C._set_grad_enabled
@@ -148,10 +149,30 @@ def results_left_over(replay: Any) -> bool:
     return any(hasattr(leaf, "val") for leaf in tree_flatten(entries)[0])
 
 
+TELLS_RESULTS = "op_output" in checkpoint.SelectiveCheckpointContext.__init__.__code__.co_varnames
+"""Whether a selective checkpoint tells its policy an operator's result. torch 2.9 does not: then nothing is saved."""
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module, or differentiating it, does more than its forward says."""
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks)
+
+
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+"""Of torch, for what differs between versions and cannot be asked in another way."""
+
+
+def casts_inputs_once(module: nn.Module) -> bool:
+    """Whether FSDP2 casts the module's inputs in the forward pass, and not when it runs again in the backward pass.
+
+    Before torch 2.13 it takes any call in the backward pass for one whose inputs were cast already.
+    """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if VERSION >= (2, 13) or fsdp is None or not isinstance(module, fsdp.FSDPModule):
+        return False
+    policy = module._get_fsdp_state()._mp_policy
+    return bool(policy.cast_forward_inputs and policy.param_dtype)
 
 
 def saved_tensor_hooks_active() -> bool:
