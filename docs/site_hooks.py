@@ -1,7 +1,7 @@
-"""What mkdocs builds besides the pages: the notebook as a page, and the reports that pages link to.
+"""What mkdocs builds besides the pages: the notebook, the guides for contributors and the reports, as pages.
 
-A page links a report of the repository as `../benchmarks/results/x.md`, which works where the files are read as they
-are. In the site the report is a page too, and other files of the repository are named without a link.
+A page links a file of the repository as `../benchmarks/results/x.md` or `../ARCHITECTURE.md`, which works where the
+files are read as they are. In the site these are pages too; other files of the repository are named without a link.
 """
 
 from __future__ import annotations
@@ -17,11 +17,16 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ("benchmarks/results", "reproductions/results")
+GUIDES = {
+    "ARCHITECTURE.md": "architecture.md",
+    "CONTRIBUTING.md": "contributing.md",
+}
 _OUTWARD = re.compile(r"(!?)\[([^\]]*)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
+_ROOTED = re.compile(r"\[([^\]]*)\]\(([\w/.-]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add a page for each notebook and each report, and the pictures of the reports."""
+    """Add a page for each notebook, guide and report, and the pictures of the reports."""
     for notebook in sorted((ROOT / "docs").glob("*.ipynb")):
         files.append(
             File.generated(
@@ -29,6 +34,11 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
                 f"{notebook.stem}.md",
                 content=page_of(json.loads(notebook.read_text())),
             )
+        )
+    for name, uri in GUIDES.items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        files.append(
+            File.generated(config, uri, content=_ROOTED.sub(_into_docs, text))
         )
     for path in reports():
         uri = f"reports/{path.relative_to(ROOT).as_posix()}"
@@ -54,8 +64,18 @@ def on_page_markdown(
     return _OUTWARD.sub(_inward, markdown)
 
 
+def _into_docs(link: re.Match[str]) -> str:
+    """A link of a file at the root, as a page of docs/ would write it."""
+    text, target, anchor = link[1], link[2], link[3] or ""
+    if target.startswith("docs/"):
+        return f"[{text}]({target.removeprefix('docs/')}{anchor})"
+    return f"[{text}](../{target}{anchor})"
+
+
 def _inward(link: re.Match[str]) -> str:
     picture, text, target, anchor = link[1], link[2], link[3], link[4] or ""
+    if target in GUIDES:
+        return f"[{text}]({GUIDES[target]}{anchor})"
     if (
         any(target.startswith(f"{folder}/") for folder in REPORTS)
         and (ROOT / target).is_file()

@@ -39,7 +39,7 @@ def load(path: Path) -> ModuleType:
 @pytest.mark.slow
 def test_the_site_builds_strictly_with_every_page(site: Path) -> None:
     pages = {path.stem for path in [*DOCS.glob("*.md"), *DOCS.glob("*.ipynb")]}
-    assert pages <= {path.stem for path in site.glob("*.html")}
+    assert pages | {"architecture", "contributing"} <= {path.stem for path in site.glob("*.html")}
 
 
 @pytest.mark.slow
@@ -122,6 +122,17 @@ def test_every_link_out_of_the_documents_points_at_a_file() -> None:
     ]
     assert links
     assert not [(page, target) for page, target in links if not (DOCS / target).exists()]
+
+
+def test_the_gallery_has_every_example_and_a_picture_of_each_that_draws_one() -> None:
+    gallery = (DOCS / "gallery.md").read_text(encoding="utf-8")
+    programs = [path for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text(encoding="utf-8")]
+    assert len(programs) > 5
+    assert not [path.name for path in programs if f"`examples/{path.name}`" not in gallery]
+    drawn = [name for path in programs for name in re.findall(r"\w+\.png", path.read_text(encoding="utf-8"))]
+    assert drawn
+    assert not [name for name in drawn if f"](drawings/{name})" not in gallery]
+    assert not [name for name in drawn if not (DOCS / "drawings" / name).exists()]
 
 
 def test_the_drawings_are_those_that_their_script_draws() -> None:
@@ -237,7 +248,7 @@ def figures_of_reports() -> set[str]:
     return {f"{float(number):.2f}" for text in texts for number in re.findall(r"\d+\.\d{2,}", text)}
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md", "docs/faq.md"])
 def test_figures_of_speed_stand_in_a_report(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     paragraphs = [
