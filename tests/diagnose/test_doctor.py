@@ -328,7 +328,7 @@ def test_a_selective_stack_is_examined_in_that_mode(transition: bool) -> None:
     diagnosis = examine(stack, x, loss=square)
     report, peaks = only_stack(diagnosis), {peak.memory: peak.bytes for peak in diagnosis.peaks}
     assert [b.memory for b in report.blocks] == [
-        "checkpoint" if i == 1 and transition else "selective" for i in range(len(stack))
+        "selective checkpoint" if i == 1 and transition else "selective" for i in range(len(stack))
     ]
     assert list(peaks) == ["store", "checkpoint", "selective"]
     for _ in range(2):  # the engine learns in the first call what is worth saving

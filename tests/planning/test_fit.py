@@ -223,7 +223,7 @@ def test_a_process_is_ended_as_soon_as_it_passes_the_limit(factories: Path) -> N
 
 ENDS = {
     "crashed": r"The trial of batch=3 with memory='store' failed: its process ended with SIGSEGV",
-    "left": r"its process ended with exit code 1: I give up\.",
+    "left": r"The trial of batch=3 with memory='store' failed: factories_to_fit:left raised SystemExit: I give up\.",
     "slow": r"it took longer than 4 s\. Give it more time",
 }
 
@@ -279,7 +279,7 @@ def test_the_mode_is_set_on_every_block_and_stage_transitions_fall_back(factorie
     report = run_here("factories_to_fit:complete", memory)
     assert report["outcome"] == "done", report
     (stack,) = factories_to_fit.built
-    middle = "checkpoint" if memory in ("reverse", "selective") else memory
+    middle = {"reverse": "checkpoint", "selective": "selective checkpoint"}.get(memory, memory)
     assert stack.memory.memory == (memory, middle, memory)
     assert run_here("factories_to_fit:constant")["outcome"] == "done"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +29,8 @@ from retrograde.planning import (
     predict,
     smallest,
 )
-from retrograde.planning import _blocks as blocks_module
+from retrograde.planning import _measure as measure_module
+from retrograde.planning._blocks import least_of_rounds, measure_blocks
 from retrograde.planning._compare import Row
 from retrograde.planning._planner import _verified
 
@@ -124,13 +126,12 @@ def test_parameters_that_a_function_closes_over_count_and_keep_their_gradients()
 
 def test_equal_blocks_have_equal_costs_though_each_knows_its_own_index(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[Any] = []
-    least_seconds = blocks_module._least_seconds
 
     def count(alone: Any, modes: Any) -> Any:
         timed.append(alone)
-        return least_seconds(alone, modes)
+        return least_of_rounds(alone, modes)
 
-    monkeypatch.setattr(blocks_module, "_least_seconds", count)
+    monkeypatch.setattr(measure_module, "measure_blocks", partial(measure_blocks, clock=count))
     model, _, x = converted(depth=6)
     chain = measure(model, x)
     inner = chain.blocks[1:]
