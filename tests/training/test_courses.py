@@ -101,7 +101,7 @@ def test_an_impossible_number_is_refused(tmp_path: Path, key: str, value: float)
 
 
 def test_sizes_that_no_machine_has_memory_for_are_refused_before_anything_is_built(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="A model of width 16 and depth 2 needs .* for itself"):
+    with pytest.raises(ConfigError, match=r"A model of width 16 and depth 2 needs .* for itself"):
         runs.trained(tmp_path, model_hidden=2**55)
     with pytest.raises(ConfigError, match=r"training\.batch = 100000000000000000 .* needs .* for itself"):
         runs.trained(tmp_path, training_batch=10**17)
