@@ -9,8 +9,15 @@ import torch
 from torch import fx
 
 from retrograde.engine.graph_marks import is_mark, strip_marks
+from retrograde.engine.torch_internals import VERSION
 
-from .compiler_internals import (
+if VERSION < (2, 13):
+    raise ImportError(
+        f'torch.compile(backend="retrograde") needs torch 2.13 or later, and this is {torch.__version__}. Compile the '
+        "branches one by one, which works with every version, or update torch."
+    )
+
+from .compiler_internals import (  # noqa: E402  # names that older versions do not have
     DECIDES,
     PartitionerBase,
     cut,
@@ -19,9 +26,9 @@ from .compiler_internals import (
     merge_equal_nodes,
     without_donated_buffers,
 )
-from .region_aliases import undo_aliases
-from .rule import apply_rule, hoist_rebuilt, must_save
-from .seeds import lift_seeds
+from .region_aliases import undo_aliases  # noqa: E402
+from .rule import apply_rule, hoist_rebuilt, must_save  # noqa: E402
+from .seeds import lift_seeds  # noqa: E402
 
 
 def partition(module: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
