@@ -17,7 +17,7 @@ if VERSION < (2, 13):
         "branches one by one, which works with every version, or update torch."
     )
 
-from .compiler_internals import (  # noqa: E402  # names that older versions do not have
+from .compiler_internals import (  # names that older versions do not have
     DECIDES,
     PartitionerBase,
     cut,
@@ -26,9 +26,9 @@ from .compiler_internals import (  # noqa: E402  # names that older versions do 
     merge_equal_nodes,
     without_donated_buffers,
 )
-from .region_aliases import undo_aliases  # noqa: E402
-from .rule import apply_rule, hoist_rebuilt, must_save  # noqa: E402
-from .seeds import lift_seeds  # noqa: E402
+from .region_aliases import undo_aliases
+from .rule import apply_rule, hoist_rebuilt, must_save
+from .seeds import lift_seeds
 
 
 def partition(module: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
