@@ -58,6 +58,7 @@ QUICK := \
 	distributed/test_fsdp_policies.py \
 	engine/test_buffers.py engine/test_decisions.py engine/test_drift_control.py engine/test_exact_states.py engine/test_exceptions.py \
 	engine/test_gradients.py engine/test_guard.py engine/test_histories.py engine/test_programs.py engine/test_replay.py \
+	fuzzing \
 	fused_optimizer/test_fused_optimizer_refusals.py fused_optimizer/test_fused_optimizer_rounds.py \
 	measure \
 	memory \

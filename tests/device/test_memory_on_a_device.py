@@ -136,6 +136,8 @@ def test_the_tracker_counts_the_bytes_that_the_device_counts(toy: Any, memory: s
 def planned() -> tuple[rg.ReversibleSequence, Tensor, ChainCost]:
     """A stack and a batch on the toy device, and what the planner measured of them."""
     stack, x = make(torch.device("toy"), 6), torch.randn(256, 64, device="toy")
+    for parameter in stack.parameters():
+        parameter._post_accumulate_grad_hooks.clear()  # the planner counts the gradients that a step leaves
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timing, "_PATIENCE", 0.0)
         return stack, x, measure(stack, x)
@@ -148,9 +150,7 @@ def test_the_planner_predicts_the_bytes_that_the_device_counts(
     stack, x, costs = planned
     predicted = predict(costs, costs.uniform()[memory]).peak
     stack.memory = memory
-    for parameter in stack.parameters():
-        parameter._post_accumulate_grad_hooks.clear()  # the planner counts the gradients that a step leaves
-        parameter.grad = None
+    stack.zero_grad()
     gc.collect()
     toy.reset()
     before = toy.allocated

@@ -68,7 +68,8 @@ class _Saved(list[Any]):
     """What the last step saves; and whether, when it saved the last tensor, all that it had saved was filled.
 
     An operator may fill a tensor with random numbers after it was saved (RReLU does): a replay that stopped there would
-    leave it empty. Then random numbers are drawn after the last tensor was saved, or its numbers change.
+    leave it empty. Then random numbers are drawn after the last tensor was saved, or its numbers change; an accelerator,
+    which would have to wait, is not asked for them.
     """
 
     def __init__(self, record: StepRecord) -> None:
@@ -80,8 +81,8 @@ class _Saved(list[Any]):
 
     def append(self, tensor: Any) -> None:
         super().append(tensor)
-        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
-        if is_plain and len(self) > self._saves - _LAST:
+        is_readable = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
+        if is_readable and len(self) > self._saves - _LAST:
             self._samples.append((tensor, _sample(tensor)))
         if len(self) == self._saves:
             self._had_drawn = all(rng.read(generator) == after for generator, _, after in self._drawn)

@@ -4,7 +4,7 @@ NOTE [What is the same on paper]
  1. The factory, the model, the loss, the optimiser, FSDP2 and tensor parallelism are the user's and torch's own code,
     run under `FakeTensorMode`. Only the kernels are left out, and what collectives move.
  2. Every device is the CPU to torch: fake tensors of a device that this torch was not built for have no backward pass.
-    `.cuda()`, `device="cuda"` and `autocast("cuda")` are taken to mean it. So operators are those that the CPU's
+    Moves to "cuda", `device="cuda"` and `autocast("cuda")` are taken to mean it. So operators are those that the CPU's
     dispatch gives: attention is flash attention, dropout keeps a mask of the input's dtype where an accelerator
     keeps booleans.
  3. What depends on values cannot run: `.item()`, `nonzero`, shapes that depend on the data.
