@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import retrograde as rg
+from retrograde.engine.tape import Tape
 from retrograde.measure import Event, MemoryTracker
 
 WIDTH = 16
@@ -85,3 +87,8 @@ def measure(model: nn.Module, events: list[Event] | None = None) -> Measured:
         x.grad = None
         del loss
     return Measured(held, forward.peak, backward.peak, memory.live)
+
+
+def live_tapes() -> int:
+    """How many tapes there are in this process; tests before this one may hold some."""
+    return sum(issubclass(type(thing), Tape) for thing in gc.get_objects())

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import retrograde as rg
 from examined import WIDTH, Around, batch, mlp, stack_of
+from measured import live_tapes
 from retrograde.diagnose import Diagnosis, StackReport, StepReport, examine
-from retrograde.engine.tape import Tape
 from retrograde.measure import MemoryTracker, default_loss
 from retrograde.network.block import invert_step, run_step
 
@@ -391,7 +391,3 @@ def test_an_examination_leaves_no_tape_behind() -> None:
     assert not examine(Around(stack_of(2), stack_of(12, keep=0.1)), batch()).healthy
     gc.collect()
     assert live_tapes() <= before, "those that other tests of this process hold are not ours"
-
-
-def live_tapes() -> int:
-    return sum(issubclass(type(thing), Tape) for thing in gc.get_objects())

@@ -20,8 +20,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
-from measured import SHAPE, STREAM, Attention, FeedForward, Measured, S, dropping_gradients, loss_of, measure, stack
-from retrograde.engine.tape import Tape
+from measured import (
+    SHAPE,
+    STREAM,
+    Attention,
+    FeedForward,
+    Measured,
+    S,
+    dropping_gradients,
+    live_tapes,
+    loss_of,
+    measure,
+    stack,
+)
 from retrograde.measure import MemoryTracker
 
 
@@ -178,14 +189,14 @@ def test_a_graph_that_is_retained_holds_no_more_at_depth() -> None:
 def iterations(model: nn.Module, count: int, step: Callable[[Tensor, Tensor], None]) -> list[tuple[int, int]]:
     """For each iteration: its peak, and what is live after it."""
     x = torch.randn(SHAPE, requires_grad=True)
-    seen = []
+    seen, before = [], live_tapes()
     with MemoryTracker(ignore=[model, x]) as memory, without_the_cycle_collector():
         for _ in range(count):
             with memory.phase("iteration") as iteration:
                 step(loss_of(model, x), x)
                 x.grad = None
             seen.append((iteration.peak, memory.live))
-        assert not any(issubclass(type(thing), Tape) for thing in gc.get_objects())
+        assert live_tapes() <= before
     return seen
 
 
