@@ -68,8 +68,8 @@ class _Saved(list[Any]):
     """What the last step saves; and whether, when it saved the last tensor, all that it had saved was filled.
 
     An operator may fill a tensor with random numbers after it was saved (RReLU does): a replay that stopped there would
-    leave it empty. Then random numbers are drawn after the last tensor was saved, or its numbers change; an accelerator,
-    which would have to wait, is not asked for them.
+    leave it empty. Then random numbers are drawn after the last tensor was saved, or its numbers change. An accelerator
+    is not asked for them: the host would have to wait.
     """
 
     def __init__(self, record: StepRecord) -> None:
