@@ -53,7 +53,8 @@ class ExactScaled(Exact, SideBitCoupling):
 
     def combine(self, target: Tensor, update: Tensor) -> Tensor:
         grid = self.grid(target.dtype)
-        shrunk: Tensor = _Shrunk.apply(target, self.keep, grid.spacing)  # type: ignore[no-untyped-call]
+        shrink: Any = _Shrunk if torch.compiler.is_compiling() else _ShrunkWithTangent
+        shrunk: Tensor = shrink.apply(target, self.keep, grid.spacing)
         return shrunk + self._rounded(update, target)
 
     def bounds(self, target: Tensor, combined: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,8 +82,6 @@ class ExactScaled(Exact, SideBitCoupling):
 class _Shrunk(torch.autograd.Function):
     """`keep * stream`, rounded down to the grid, with the gradient of the multiplication."""
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(stream: Tensor, keep: float, spacing: float) -> Tensor:
         return (torch.floor(stream.double() / spacing * keep) * spacing).to(stream.dtype)
@@ -94,6 +93,12 @@ class _Shrunk(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return grads[0] * ctx.keep, None, None
+
+
+class _ShrunkWithTangent(_Shrunk):
+    """The same for forward-mode differentiation and vmap, which a compiler does not trace."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
