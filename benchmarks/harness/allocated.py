@@ -14,7 +14,7 @@ _MARK = "the step that counts"
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def without_stderr() -> Iterator[None]:
     """Silence the standard error of the process, to which the profiler prints."""
     sys.stderr.flush()
     original, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
@@ -35,7 +35,7 @@ def allocated_peak(prepare: Callable[[], Callable[[], None]], *, warm_up: int = 
         warm_up: how many steps to take before the one that counts.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with _quiet(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with without_stderr(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         step = prepare()
         for _ in range(warm_up):
             step()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,6 +11,7 @@ from torch import Tensor
 
 from retrograde.measure import MemoryTracker
 
+from .allocated import without_stderr
 from .contenders import Contender, Run
 from .field import assemble, clear
 from .machine import Progress
@@ -45,25 +44,11 @@ def peak(run: Run, network: Network) -> int:
     return tracker.peak
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the standard error of the process, to which the profiler prints."""
-    sys.stderr.flush()
-    original, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(original, 2)
-        os.close(original)
-        os.close(nowhere)
-
-
 def profiled_peak(run: Run, network: Network) -> int:
     """The same as recorded by the allocator, gradients included: no tracker sees the memory of compiled code."""
     clear(network)
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with _quiet(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with without_stderr(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         run(network.x).sum().backward()
     gc.collect()
     live = most = 0
