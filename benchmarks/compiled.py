@@ -1,27 +1,35 @@
-"""torch.compile(model, backend="retrograde"), compared with plain autograd, eager and compiled, and torch's own budget.
+"""torch.compile(model, backend="retrograde"): its goals, each with the measured figure, in one dated report.
 
-    python benchmarks/compiled.py                            # all tables; compiling takes most of the time
-    python benchmarks/compiled.py --only time --width 8 --depth 2 --length 16 --rounds 3
-    python benchmarks/compiled.py --only time --width 512 --length 512 --threads 2
+    python benchmarks/compiled.py                  # everything; writes benchmarks/results/<date>-compiled.md
+    python benchmarks/compiled.py --quick          # a small model, few rounds: whether everything runs
+    python benchmarks/compiled.py --only budget    # one table of: time, large, depth, budget
 
-Tables: "time" (interleaved rounds in an order that changes; ratios are computed within a round, with quartiles; peaks
-from the profiler's memory events), the same with dropout and under bfloat16 autocast; "depth" (bytes saved per depth,
-and the processor time of the first call without caches, each in a process of its own); "budget" (torch's activation
-budget, at several values). Gradients are compared with plain autograd first, where nothing is random.
+"time": tiny blocks, with nothing random, with dropout, under bfloat16 autocast. "large": width 512. "depth": the
+first call (processor time, with that of the compilers it starts) and the bytes saved, each in a new process without
+caches. "budget": torch's activation budget beside plans of ours. Contenders run interleaved, in an order that
+changes; ratios are computed within a round, with quartiles; peaks come from the profiler's memory events. Gradients
+are compared with plain autograd first, where nothing is random.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
 import os
-import platform
 import random
+import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +38,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import retrograde as rg
+from harness.compiled import with_own_code
+from harness.machine import ROOT, Progress, describe, load
 from retrograde.engine.drift import worst_error
 
 Run = Callable[[Tensor], Tensor]
@@ -59,6 +69,7 @@ class Network:
 
     def __init__(self, width: int, depth: int, dropout: float = 0.0) -> None:
         torch.manual_seed(0)
+        self.dropout = dropout
         self.pairs = [(Attention(width), feed_forward(width, dropout)) for _ in range(depth)]
         self.branches = nn.ModuleList(branch for pair in self.pairs for branch in pair)
 
@@ -70,23 +81,56 @@ class Network:
         return (first + second) / 2
 
     def compiled(self, budget: float = 1.0) -> Run:
-        run = torch.compile(lambda x: self.plain(x), fullgraph=True)
-        return _with_budget(run, budget)
+        run = torch.compile(with_own_code(lambda x: self.plain(x)), fullgraph=True)
 
-    def stack(self) -> rg.ReversibleSequence:
-        return rg.ReversibleSequence([rg.two_stream(f, g) for f, g in self.pairs])
+        def budgeted(x: Tensor) -> Tensor:
+            with functorch_config.patch(activation_memory_budget=budget):
+                y: Tensor = run(x)
+            return y
 
-    def by_rule(self) -> Run:
-        return torch.compile(self.stack(), backend="retrograde", fullgraph=True)
+        return budgeted
+
+    def by_rule(self, stored: int = 0) -> Run:
+        """Our backend; the first blocks store their activations, the others are reversed."""
+        plan = rg.Plan(["store"] * stored + ["reverse"] * (len(self.pairs) - stored))
+        stack = rg.ReversibleSequence([rg.two_stream(f, g) for f, g in self.pairs], memory=plan)
+        compiled: Run = torch.compile(with_own_code(lambda x: stack(x)), backend="retrograde", fullgraph=True)
+        return compiled
 
 
-def _with_budget(run: Any, budget: float) -> Run:
-    def budgeted(x: Tensor) -> Tensor:
-        with functorch_config.patch(activation_memory_budget=budget):
-            y: Tensor = run(x)
-        return y
+@dataclass
+class Report:
+    """Goals with what was measured, and tables."""
 
-    return budgeted
+    goals: list[str] = field(default_factory=list)
+    tables: list[str] = field(default_factory=list)
+    progress: Progress = field(default_factory=Progress)
+
+    def goal(self, what: str, measured: str, wanted: str, *, is_met: bool) -> None:
+        self.goals.append(f"| {what} | {measured} | {wanted} | {'yes' if is_met else '**no**'} |")
+        self.progress.done(f"{what}: {measured} (goal {wanted})")
+
+
+@dataclass
+class Times:
+    """Seconds and peaks (less gradients, in streams) of contenders that ran interleaved."""
+
+    seconds: dict[str, list[float]]
+    peaks: dict[str, float]
+
+    def ratio(self, name: str, base: str) -> tuple[float, str]:
+        """The median of the ratios within rounds, and it with its quartiles."""
+        pairs = zip(self.seconds[name], self.seconds[base], strict=True)
+        low, middle, high = statistics.quantiles([a / b for a, b in pairs], n=4)
+        return middle, f"{middle:.3f} ({low:.3f}–{high:.3f})"
+
+    def table(self, title: str, bases: Sequence[str]) -> str:
+        head = "| contender | ms, median | " + " | ".join(f"to {base}" for base in bases)
+        lines = [f"## {title}", "", head + " | peak less gradients, S |", "|---" * (3 + len(bases)) + "|"]
+        for name, seconds in self.seconds.items():
+            ratios = " | ".join(self.ratio(name, base)[1] for base in bases)
+            lines.append(f"| {name} | {1000 * statistics.median(seconds):.2f} | {ratios} | {self.peaks[name]:.1f} |")
+        return "\n".join(lines)
 
 
 def step(run: Run, x: Tensor, branches: nn.Module, *, autocast: bool = False) -> float:
@@ -113,73 +157,112 @@ def peak(run: Run, x: Tensor, branches: nn.Module, *, autocast: bool = False) ->
     return (highest - gradients) / (x.numel() * x.element_size())
 
 
-def compare(runs: dict[str, Run], x: Tensor, branches: nn.Module, *, is_random: bool, autocast: bool) -> None:
-    """Build everything, and stop if a contender has other gradients than plain autograd."""
+def measure(
+    network: Network, runs: dict[str, Run], x: Tensor, rounds: int, report: Report, *, autocast: bool = False
+) -> Times:
+    """Compile everything, compare gradients, and run the contenders in turns."""
     expected: list[Tensor] = []
     for name, run in runs.items():
-        took = step(run, x, branches, autocast=autocast)
-        gradients = [p.grad.clone() for p in branches.parameters() if p.grad is not None]
+        took = step(run, x, network.branches, autocast=autocast)
+        gradients = [p.grad.clone() for p in network.branches.parameters() if p.grad is not None]
         expected = expected or gradients
         worst = worst_error(gradients, expected)
-        print(f"  {name}: first call {took:.1f} s, gradients off by {worst:.1e}", flush=True)
-        if worst > (3e-2 if autocast else 1e-3) and not is_random:
-            raise SystemExit(f"{name} has other gradients than {PLAIN}.")
-
-
-def time_table(network: Network, runs: dict[str, Run], x: Tensor, options: Any, *, autocast: bool = False) -> None:
+        report.progress.done(f"{name}: first call {took:.1f} s, gradients off by {worst:.1e}")
+        if worst > (3e-2 if autocast else 1e-3) and not network.dropout:
+            raise RuntimeError(f"{name} has other gradients than {PLAIN}: {worst:.1e}.")
     order, shuffle = list(runs), random.Random(0).shuffle
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(options.rounds):
+    for round_ in range(rounds + 1):
         shuffle(order)
         for name in order:
-            seconds[name].append(step(runs[name], x, network.branches, autocast=autocast))
-    print("\n| contender | ms, median | to plain eager (quartiles) | to plain compiled | peak less gradients, S |")
-    print("|---|---|---|---|---|")
-    for name, run in runs.items():
-        cells = [_ratio(seconds[name], seconds[base]) if base in seconds else "–" for base in (PLAIN, COMPILED)]
-        streams = peak(run, x, network.branches, autocast=autocast)
-        print(f"| {name} | {1000 * statistics.median(seconds[name]):.2f} | {cells[0]} | {cells[1]} | {streams:.1f} |")
+            took = step(runs[name], x, network.branches, autocast=autocast)
+            if round_:  # the first one is for warming up
+                seconds[name].append(took)
+    return Times(seconds, {name: peak(run, x, network.branches, autocast=autocast) for name, run in runs.items()})
 
 
-def _ratio(seconds: list[float], base: list[float]) -> str:
-    low, middle, high = statistics.quantiles([a / b for a, b in zip(seconds, base, strict=True)], n=4)
-    return f"{middle:.2f} ({low:.2f}–{high:.2f})"
-
-
-def times(options: Any) -> None:
-    """Three settings: nothing random, dropout 0.1, and bfloat16 autocast."""
-    x = torch.randn(options.batch, options.length, options.width)
+def times(options: Any, report: Report) -> None:
+    """Tiny blocks: nothing random, dropout 0.1, and bfloat16 autocast."""
+    depth, rounds = (4, 5) if options.quick else (12, 60)
+    x = torch.randn(2, 64, 64)
     for title, dropout, autocast in (("no dropout", 0.0, False), ("dropout 0.1", 0.1, False), ("autocast", 0.0, True)):
         torch.compiler.reset()
-        network = Network(options.width, options.depth, dropout)
-        runs = {PLAIN: network.plain, COMPILED: network.compiled(), OURS: network.by_rule(), "eager": network.stack()}
-        print(f"\n## {title}")
-        compare(runs, x, network.branches, is_random=dropout > 0, autocast=autocast)
-        time_table(network, runs, x, options, autocast=autocast)
+        network = Network(64, depth, dropout)
+        runs = {PLAIN: network.plain, COMPILED: network.compiled(), OURS: network.by_rule()}
+        result = measure(network, runs, x, rounds, report, autocast=autocast)
+        report.tables.append(result.table(f"Tiny blocks (2 x 64 x 64, depth {depth}), {title}", (PLAIN, COMPILED)))
+        base, limit = (COMPILED, 4 / 3) if dropout or autocast else (PLAIN, 1.03)
+        (ratio, cell), streams = result.ratio(OURS, base), result.peaks[OURS]
+        what = f"tiny blocks, depth {depth}, {title}: time to {base}; peak less gradients"
+        met = ratio <= limit and streams <= 8.5
+        report.goal(what, f"{cell}; {streams:.1f} S", f"≤ {limit:.2f}; ≤ 8.5 S", is_met=met)
 
 
-def budgets(options: Any) -> None:
-    """torch's activation budget on plain autograd, and our backend, in one interleaved run."""
+def large(options: Any, report: Report) -> None:
+    """Width 512, length 512, on two threads."""
+    width, depth, rounds = (64, 4, 3) if options.quick else (512, 12, 9)
     torch.compiler.reset()
-    network, x = Network(options.width, options.depth), torch.randn(options.batch, options.length, options.width)
-    runs = {PLAIN: network.plain, OURS: network.by_rule()}
-    runs |= {f"torch's budget {budget}": network.compiled(budget) for budget in (1.0, 0.75, 0.5, 0.25, 0.0)}
-    print("\n## torch's activation budget")
-    compare(runs, x, network.branches, is_random=False, autocast=False)
-    time_table(network, runs, x, options)
+    torch.set_num_threads(2)
+    network, x = Network(width, depth), torch.randn(1, width, width)
+    runs = {PLAIN: network.plain, COMPILED: network.compiled(), OURS: network.by_rule()}
+    result = measure(network, runs, x, rounds, report)
+    torch.set_num_threads(1)
+    report.tables.append(result.table(f"Width {width}, length {width}, depth {depth}, two threads", (PLAIN, COMPILED)))
+    ratio, cell = result.ratio(OURS, COMPILED)
+    report.goal(f"width {width}, depth {depth}: time to {COMPILED}", cell, "≤ 1.34", is_met=ratio <= 1.34)
 
 
-def depths(options: Any) -> None:
+def budgets(options: Any, report: Report) -> None:
+    """torch's activation budget on plain autograd, and plans of ours, in one interleaved run."""
+    depth, rounds = (4, 5) if options.quick else (12, 60)
+    torch.compiler.reset()
+    network, x = Network(64, depth), torch.randn(2, 64, 64)
+    given = [0.5, 0.0] if options.quick else [0.75, 0.5, 0.25, 0.0]
+    theirs = {f"torch's budget {budget}": network.compiled(budget) for budget in given}
+    stored = range(depth, -1, -max(depth // 4, 1))
+    ours = {f"{OURS}, {n} blocks stored": network.by_rule(n) for n in stored}
+    result = measure(network, {PLAIN: network.plain, **theirs, **ours}, x, rounds, report)
+    report.tables.append(result.table(f"torch's activation budget and plans of ours, depth {depth}", (PLAIN,)))
+    peaks = [result.peaks[name] for name in ours]
+    falls = all(a >= b for a, b in pairwise(peaks))
+    cells = " → ".join(f"{each:.1f}" for each in peaks)
+    report.goal("peaks of our plans, fewer and fewer blocks stored", cells + " S", "falls", is_met=falls)
+    for name in theirs:
+        fits = [plan for plan in ours if result.peaks[plan] <= result.peaks[name]]
+        best = min(fits, key=lambda plan: result.ratio(plan, name)[0], default=None)
+        ratio, cell = (float("inf"), "none fits") if best is None else result.ratio(best, name)
+        what = f"{name} ({result.peaks[name]:.1f} S): time of our fastest plan at no larger peak"
+        report.goal(what, f"{cell}, {best}", "< 1", is_met=ratio < 1)
+
+
+def depths(options: Any, report: Report) -> None:
     """First calls and saved bytes over depth, each in a new process without caches."""
-    print("\n## depth\n\n| depth | first call, s of processor time | bytes saved |\n|---|---|---|")
-    for depth in (4, 8, 12, 48):
-        command = [sys.executable, __file__, "--first-call", str(depth), "--width", str(options.width)]
-        environment = {**os.environ, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        print(result.stdout.strip().splitlines()[-1], flush=True)
+    found: dict[int, dict[str, float]] = {}
+    lines = ["## Depth", "", "| depth | first call, s of processor time | of it in children | bytes saved |"]
+    lines.append("|---|---|---|---|")
+    for depth in (2, 4) if options.quick else (4, 8, 12, 48):
+        with tempfile.TemporaryDirectory() as folder:
+            environment = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_CACHE_DIR": folder}
+            result = subprocess.run(
+                [sys.executable, "-W", "ignore", __file__, "--first-call", str(depth)],
+                env={**os.environ, **environment}, capture_output=True, text=True, check=False,
+            )  # fmt: skip
+        if result.returncode:
+            raise RuntimeError(f"The first call at depth {depth} failed: {result.stderr[-2000:]}")
+        each = found[depth] = json.loads(result.stdout.splitlines()[-1])
+        lines.append(f"| {depth} | {each['seconds']:.1f} | {each['children']:.1f} | {each['saved']:,} |")
+        report.progress.done(lines[-1])
+    report.tables.append("\n".join(lines))
+    shallow, deep = (2, 4) if options.quick else (8, 48)
+    ratio = found[deep]["seconds"] / found[shallow]["seconds"]
+    report.goal(f"first call, depth {deep} to depth {shallow}", f"{ratio:.2f}", "≤ 2", is_met=ratio <= 2)
+    saved = {each["saved"] for each in found.values()}
+    cell = ", ".join(f"{each['saved']:,}" for each in found.values())
+    report.goal(f"bytes saved at depth {', '.join(map(str, found))}", cell, "equal", is_met=len(saved) == 1)
 
 
-def first_call(options: Any) -> None:
+def first_call(depth: int) -> None:
+    """Compile once; print the processor time and the bytes that the graph around the regions saves."""
     from retrograde.compiled import backend
 
     saved: list[int] = []
@@ -193,29 +276,52 @@ def first_call(options: Any) -> None:
         return forward, backward
 
     backend.partition = counting
-    network, x = Network(options.width, options.first_call), torch.randn(options.batch, options.length, options.width)
-    start = time.process_time()
+    network, x = Network(64, depth), torch.randn(2, 64, 64)
+    start = [_processor_seconds(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     step(network.by_rule(), x, network.branches)
-    print(f"| {options.first_call} | {time.process_time() - start:.1f} | {saved[-1]:,} |")
+    own, children = (
+        _processor_seconds(who) - before
+        for who, before in zip((resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN), start, strict=True)
+    )
+    print(json.dumps({"seconds": own + children, "children": children, "saved": saved[-1]}))
 
 
-TABLES = {"time": times, "depth": depths, "budget": budgets}
+def _processor_seconds(who: int) -> float:
+    used = resource.getrusage(who)
+    return used.ru_utime + used.ru_stime
+
+
+TABLES = {"time": times, "large": large, "depth": depths, "budget": budgets}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("width", 64), ("depth", 12), ("length", 128), ("batch", 4), ("rounds", 25), ("threads", 1)):
-        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--only", choices=TABLES, action="append", help="only these tables")
+    parser.add_argument("--quick", action="store_true", help="a small model and few rounds")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "benchmarks" / "results", help="where to write the report"
+    )
     parser.add_argument("--first-call", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     if options.first_call:
-        first_call(options)
+        first_call(options.first_call)
         return
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {vars(options)}")
+    load_before, report = load(), Report()
     for name in options.only or TABLES:
-        TABLES[name](options)
+        try:
+            TABLES[name](options, report)
+        except Exception:  # the other tables are worth having
+            report.goal(f'table "{name}"', "failed, see below", "runs", is_met=False)
+            report.tables.append(f"## {name}\n\n```\n{traceback.format_exc()}```")
+    head = ["# Compiled stacks", "", *describe(load_before, ()), f"- took {report.progress.minutes:.1f} minutes", ""]
+    goals = ["| | measured | goal | met |", "|---|---|---|---|", *report.goals]
+    text = "\n".join([*head, *goals, "", "\n\n".join(report.tables)]) + "\n"
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / f"{datetime.date.today()}-compiled.md"
+    path.write_text(text)
+    print(text)
+    report.progress.done(f"written: {path}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Plans on paper, held against real training steps on this machine: bytes of models, bytes of ranks, order of modes.
 
-    python benchmarks/paper_predictions.py [--only bytes,ranks,times,tools] [--quick] [--output DIR]
+    python benchmarks/paper_predictions.py [--only bytes,held-out,ranks,tools,times] [--quick] [--output DIR]
 
 Bytes are held against what the allocator hands out from the first tensor on (torch's profiler), not against a tracker
 of retrograde. Times are held against real steps, on the roofline that `--on this` measures: run that part on a
@@ -32,7 +32,7 @@ from torch import nn
 
 from harness.allocated import allocated_peak
 from harness.machine import describe, load
-from harness.paper_models import MODELS, RANKED, Made
+from harness.paper_models import HELD_OUT, MODELS, RANKED, Made
 from retrograde.measure.stacks import stacks_of
 from retrograde.measure.timing import least_seconds
 from retrograde.measure.training_step import loss_of, step_seconds
@@ -51,7 +51,7 @@ Section = tuple[list[str], list[str]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="bytes,ranks,tools,times", help="parts of the report")
+    parser.add_argument("--only", default="bytes,held-out,ranks,tools,times", help="parts of the report")
     parser.add_argument("--quick", action="store_true", help="two models, two processes")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -63,6 +63,7 @@ def main() -> None:
     past: list[str] = []
     parts: dict[str, Callable[[bool], Section]] = {
         "bytes": of_models,
+        "held-out": of_held_out,
         "ranks": of_ranks,
         "tools": of_tools,
         "times": of_times,
@@ -90,8 +91,16 @@ def tell(text: str) -> None:
 
 
 def of_models(quick: bool) -> Section:
+    return peaks_of(MODELS, "## The peak of a training step", quick)
+
+
+def of_held_out(quick: bool) -> Section:
+    return peaks_of(HELD_OUT, "## The same for models that the prediction was not tuned with", quick)
+
+
+def peaks_of(models: dict[str, Callable[[], Made]], title: str, quick: bool) -> Section:
     lines = [
-        "## The peak of a training step",
+        title,
         "",
         "Everything that a process allocates: parameters, gradients, optimiser state, batch, activations, kernels' own "
         f"buffers. Limit: {OF_A_MODEL:.0%}.",
@@ -100,16 +109,21 @@ def of_models(quick: bool) -> Section:
         "|---|---|---|---|---|---|",
     ]
     past: list[str] = []
-    for name, make in list(MODELS.items())[: 2 if quick else None]:
+    for name, make in list(models.items())[: 2 if quick else None]:
         tell(name)
-        with opened(make, Job(CPU)) as subject:
-            rank = subject.rank()
-            costs = {mode: rank.step([mode] * len(rank.stacks)) for mode in MODES}
-        for mode, cost in costs.items():
+        try:
+            with opened(make, Job(CPU)) as subject:
+                rank = subject.rank()
+                costs = {mode: rank.step([mode] * len(rank.stacks)).memory for mode in MODES}
+        except (ValueError, RuntimeError) as error:
+            first_line = str(error).partition("\n")[0]
+            lines.append(f"| {name} | | refused: {first_line} | | | |")
+            continue
+        for mode, memory in costs.items():
             gc.collect()
             real = allocated_peak(partial(prepare, make, mode))
-            off = cost.memory.peak / real - 1
-            lines.append(f"| {name} | {mode} | {cost.memory.peak} | {real} | {off:+.2%} | {cost.memory.moment} |")
+            off = memory.peak / real - 1
+            lines.append(f"| {name} | {mode} | {memory.peak} | {real} | {off:+.2%} | {memory.moment} |")
             past += [f"the peak of {name}, {mode}, by {off:+.1%}"] * (abs(off) > OF_A_MODEL)
     return lines, past
 
@@ -151,17 +165,21 @@ def of_ranks(quick: bool) -> Section:
     settings = itertools.product(list(RANKED)[: 1 if quick else None], (2,) if quick else (2, 4), ("ddp", "fsdp2"))
     for name, ranks, shard in settings:
         tell(f"{name}, {ranks} ranks, {shard}")
-        with opened(RANKED[name], Job(CPU, ranks, shard)) as subject:
-            rank = subject.rank()
-            predicted = {mode: rank.step([mode] * len(rank.stacks)).memory.peak for mode in MODES}
-        real = in_processes({"model": name, "ranks": ranks, "shard": shard})
-        for mode in MODES:
-            peaks = [each[mode] for each in real]
-            off = max((predicted[mode] / peak - 1 for peak in peaks), key=abs)
+        for mode, (predicted, peaks) in peaks_of_ranks(name, ranks, shard).items():
+            off = max((predicted / peak - 1 for peak in peaks), key=abs)
             listed = ", ".join(map(str, peaks))
-            lines.append(f"| {name} | {ranks} | {shard} | {mode} | {predicted[mode]} | {listed} | {off:+.2%} |")
+            lines.append(f"| {name} | {ranks} | {shard} | {mode} | {predicted} | {listed} | {off:+.2%} |")
             past += [f"a rank of {name}, {ranks} x {shard}, {mode}, by {off:+.1%}"] * (abs(off) > OF_A_RANK)
     return lines, past
+
+
+def peaks_of_ranks(name: str, ranks: int, shard: str) -> dict[str, tuple[int, list[int]]]:
+    """For each mode, the peak that is predicted for a rank, and that of each real process."""
+    with opened(RANKED[name], Job(CPU, ranks, shard)) as subject:
+        rank = subject.rank()
+        predicted = {mode: rank.step([mode] * len(rank.stacks)).memory.peak for mode in MODES}
+    real = in_processes({"model": name, "ranks": ranks, "shard": shard})
+    return {mode: (predicted[mode], [each[mode] for each in real]) for mode in MODES}
 
 
 def in_processes(task: dict[str, Any]) -> list[dict[str, int]]:
@@ -171,7 +189,11 @@ def in_processes(task: dict[str, Any]) -> list[dict[str, int]]:
         command = [sys.executable, "-W", "ignore", __file__, "--worker"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         processes = [subprocess.Popen([*command, json.dumps(each)], env=environment) for each in tasks]
-        codes = [process.wait(timeout=600) for process in processes]
+        try:
+            codes = [process.wait(timeout=600) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
         if any(codes):
             raise RuntimeError(f"A process of {task} failed.")
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(task["ranks"])]
@@ -183,9 +205,7 @@ def work(task: dict[str, Any]) -> None:
     dist.init_process_group("gloo", store=store, rank=task["rank"], world_size=task["ranks"])
     peaks = {}
     for mode in MODES:
-        peaks[mode] = allocated_peak(
-            partial(prepare, RANKED[task["model"]], mode, wrappers()[task["shard"]]), warm_up=4
-        )
+        peaks[mode] = allocated_peak(partial(prepare, RANKED[task["model"]], mode, wrappers()[task["shard"]]))
         gc.collect()
         dist.barrier()
     Path(task["folder"], f"{task['rank']}.json").write_text(json.dumps(peaks))

@@ -1,9 +1,10 @@
 """The tables of docs/plan-on-paper.md: what well-known shapes are predicted to need, and which devices they fit.
 
-    python benchmarks/paper_tables.py [--only NAME] [--cache FILE]
+    python benchmarks/paper_tables.py [--only NAME | none] [--cache FILE]
 
 Every figure is predicted: nothing is allocated and nothing is timed. A shape's figures are kept in the cache, a JSON
-file beside this script, so that one shape can be computed anew; the tables are written between the marks of the page.
+file beside this script, so that one shape can be computed anew; the tables are written between the marks of the page,
+and drawn beside it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from retrograde.measure.formatting import format_bytes
+from retrograde.measure.pictures import new_figure, style_of
 from retrograde.measure.stacks import the_stack
 from retrograde.measure.timing import silent
 from retrograde.models import ReversibleLM, RevViT
@@ -33,6 +35,7 @@ from retrograde.planning.on_paper.planner import opened
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "plan-on-paper.md"
+PICTURE = PAGE.parent / "drawings" / "plan-on-paper.png"
 DEVICES = ("rtx-4090-24gb", "l40s-48gb", "h100-80gb", "mi300x-192gb")
 MODES = ("store", "checkpoint", "reverse")
 
@@ -69,6 +72,7 @@ def video_model() -> Any:
 class Shape:
     """A shape that people know: how to make it, and how many ranks train it, sharded how."""
 
+    name: str
     title: str
     make: Callable[[], Any]
     ranks: int
@@ -80,22 +84,27 @@ class Shape:
 
 SHAPES = {
     "8b": Shape(
+        "language model, 8B,\n8 devices",
         "Language model, 8 billion parameters: 32 blocks of width 4,096; 4 sequences of 8,192 tokens per rank",
         language_model(32, 4096, 32, 21504, (4, 8192)), 8, "fsdp2",
     ),
     "long": Shape(
+        "8B, long context,\n8 devices",
         "The same with a long context: 1 sequence of 131,072 tokens per rank",
         language_model(32, 4096, 32, 21504, (1, 131072)), 8, "fsdp2",
     ),
     "70b": Shape(
+        "language model, 70B,\n64 devices",
         "Language model, 70 billion parameters: 80 blocks of width 8,192; 1 sequence of 8,192 tokens per rank",
         language_model(80, 8192, 64, 43008, (1, 8192)), 64, "fsdp2",
     ),
     "vit": Shape(
+        "ViT, 1B,\none device",
         "Vision transformer, 1 billion parameters: 40 blocks of width 1,408; 256 images of 224 x 224, one device",
         vision_transformer, 1, "none",
     ),
     "video": Shape(
+        "video model,\none device",
         "Video model: 24 blocks of width 1,024; 16 clips of 4,096 tokens, one device", video_model, 1, "none",
     ),
 }  # fmt: skip
@@ -164,19 +173,47 @@ def _fastest(device: str, data: dict[str, Any]) -> str:
     return f"x{min(ratios):.2f}" if ratios else "–"
 
 
+def draw(data: dict[str, Any]) -> None:
+    """The peak of each shape in each mode, and the memory of each device as a line."""
+    shapes = [(name, shape) for name, shape in SHAPES.items() if name in data]
+    figure = new_figure(9, 1.2 + 0.95 * len(shapes))
+    axes = figure.subplots()
+    for row, (name, _) in enumerate(shapes):
+        for offset, mode in enumerate(MODES):
+            peak, ratio = data[name]["modes"][mode]["peak"] / 1e9, data[name]["modes"][mode]["ratio"]
+            y = row + 0.27 * (offset - 1)
+            colour, marker = style_of(mode)
+            axes.plot(peak, y, marker, color=colour, ms=8, label=mode if row == 0 else None)
+            axes.text(1.1 * peak, y, f"{peak:.3g} GB, x{ratio:.2f}", va="center", fontsize=8)
+    for device in DEVICES:
+        memory = device_named(device).memory / 1e9
+        axes.axvline(memory, color="#2d3748", linestyle=":", linewidth=1)
+        axes.text(memory, -0.62, f"{memory:.0f} GB", ha="center", va="bottom", fontsize=8)
+    peaks = [figure["peak"] / 1e9 for name, _ in shapes for figure in data[name]["modes"].values()]
+    axes.set(xscale="log", xlim=(0.7 * min(peaks), 2.2 * max(peaks)))
+    axes.set_xticks([10, 20, 50, 100, 200, 500], ["10", "20", "50", "100", "200", "500"])
+    axes.minorticks_off()
+    axes.set_yticks(range(len(shapes)), [shape.name for _, shape in shapes])
+    axes.set_ylim(len(shapes) - 0.5, -0.6)
+    axes.set_xlabel("predicted peak of one rank, GB (10^9 bytes), and time as a ratio to storing everything")
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(PICTURE, dpi=140)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=SHAPES, help="compute this shape, and take the others from the cache")
+    parser.add_argument("--only", choices=[*SHAPES, "none"], help="compute this shape; the others are cached")
     parser.add_argument("--cache", type=Path, default=HERE / "results" / "paper-tables.json")
     chosen = parser.parse_args()
     known_figures = json.loads(chosen.cache.read_text()) if chosen.cache.exists() else {}
-    for name in [chosen.only] if chosen.only else SHAPES:
+    for name in [] if chosen.only == "none" else [chosen.only] if chosen.only else SHAPES:
         print(f"computing {name}", file=sys.stderr, flush=True)
         known_figures[name] = figures(SHAPES[name])
         chosen.cache.write_text(json.dumps(known_figures, indent=2) + "\n", encoding="utf-8")
     lines = [
         line for name, shape in SHAPES.items() if name in known_figures for line in table(shape, known_figures[name])
     ]
+    draw(known_figures)
     text = PAGE.read_text(encoding="utf-8")
     marked = re.compile(r"(<!-- tables -->\n).*(<!-- end of tables -->)", re.DOTALL)
     PAGE.write_text(marked.sub(lambda m: f"{m[1]}\n" + "\n".join(lines) + f"\n{m[2]}", text), encoding="utf-8")

@@ -6,6 +6,7 @@ then no step can be undone, and all activations are stored.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from report import Page, read_options, run, spread, table
+from report import Kept, Page, Progress, read_options, run, spread, table
 from retrograde.couplings import Coupling
 from retrograde.measure import MemoryTracker, format_bytes
 from retrograde.models import RevBiFPN, RevCol
-from training import run_all, task_of
+from training import task_of
 
 Name = Literal["RevCol", "RevBiFPN"]
 MODELS: dict[Name, Callable[..., nn.Module]] = {"RevCol": RevCol, "RevBiFPN": RevBiFPN}
@@ -57,6 +58,16 @@ class Job:
 
     def __str__(self) -> str:
         return f"{self.name}, {self.way}, depth {self.depth}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """`steps` of training at the first of the two depths; `rounds` of timed steps."""
+
+    seeds: int
+    steps: int
+    depths: tuple[int, int]
+    rounds: int
 
 
 @dataclass(frozen=True)
@@ -100,60 +111,87 @@ def train(job: Job) -> Trained:
     )
 
 
-def measure(job: Job, rounds: int) -> tuple[int, float]:
-    """The activations at the peak of a step in bytes, and the least seconds of a step."""
+def step_of(job: Job) -> tuple[Callable[[], None], list[Any]]:
+    """A training step without the optimiser, and what it does not allocate: the model with its gradients, the batch."""
     model = build(job)
     images, labels = task_of("digits").batch(64, torch.Generator().manual_seed(0))
 
-    def step() -> float:
-        start = time.perf_counter()
+    def step() -> None:
         F.cross_entropy(model(images), labels).backward()
-        return time.perf_counter() - start
 
     step()  # so that there are gradients to ignore
-    with MemoryTracker(ignore=[model, images, labels]) as tracker:
+    return step, [model, images, labels]
+
+
+def peak(job: Job) -> int:
+    """The activations at the peak of a step, in bytes."""
+    step, others = step_of(job)
+    with MemoryTracker(ignore=others) as tracker:
         step()
-    return tracker.peak, min(step() for _ in range(rounds))
+    return int(tracker.peak)
 
 
-def rows(name: Name, depths: tuple[int, int], steps: int, seeds: range, rounds: int) -> list[list[str]]:
-    jobs = [Job(name, way, seed, depths[0], steps) for way in TRAINED for seed in seeds]
-    trained = run_all(train, jobs, label=name, processes=1)
+def times(name: Name, depth: int, rounds: int) -> dict[str, float]:
+    """The least seconds of processor time of a step in each way; the ways take turns."""
+    steps = {way: step_of(Job(name, way, 0, depth, 0))[0] for way in WAYS}
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(rounds):
+        for way, step in steps.items():
+            start = time.process_time()
+            step()
+            seconds[way].append(time.process_time() - start)
+    return {way: min(values) for way, values in seconds.items()}
+
+
+def quality(name: Name, way: str, sizes: Sizes) -> list[str]:
+    """The parameters, the accuracy and the loss over seeds, as they stand in the table."""
+    results = [train(Job(name, way, seed, sizes.depths[0], sizes.steps)) for seed in range(sizes.seeds)]
+    accuracy, unseen = spread([100 * result.accuracy for result in results], 2), [result.unseen for result in results]
+    return [f"{results[0].parameters:,}", accuracy, spread(unseen)]
+
+
+def rows(name: Name, sizes: Sizes, kept: Kept, progress: Progress) -> list[list[str]]:
+    found = {}
+    for way in TRAINED:
+        found[way] = kept(f"quality: {name}, {way}", functools.partial(quality, name, way, sizes))
+        progress.step(f"{name}, {way}")
+    found["reversible, stored"] = [found[TRAINED[0]][0], "as reversed", "as reversed"]
+    seconds = {
+        depth: kept(f"time: {name}, {depth}", functools.partial(times, name, depth, sizes.rounds))
+        for depth in sizes.depths
+    }
+    progress.step(f"{name}, times")
     lines = []
     for way in WAYS:
-        results = [result for job, result in zip(jobs, trained, strict=True) if job.way == way]
-        scores = [
-            spread([100 * result.accuracy for result in results], 2) if results else "as reversed",
-            spread([result.unseen for result in results]) if results else "as reversed",
+        peaks = [
+            kept(f"peak: {name}, {way}, {depth}", functools.partial(peak, Job(name, way, 0, depth, 0)))
+            for depth in sizes.depths
         ]
-        measured = [measure(Job(name, way, 0, depth, steps), rounds) for depth in depths]
-        lines.append(
-            [
-                way,
-                f"{trained[0].parameters:,}",
-                *scores,
-                *(format_bytes(peak) for peak, _ in measured),
-                *(f"{1000 * seconds:.0f}" for _, seconds in measured),
-            ]
-        )
+        milliseconds = [f"{1000 * seconds[depth][way]:.0f}" for depth in sizes.depths]
+        lines.append([way, *found[way], *map(format_bytes, peaks), *milliseconds])
     return lines
 
 
 def main() -> None:
-    options = read_options(__doc__)
-    seeds, steps, depths, rounds = (range(1), 2, (1, 2), 1) if options.quick else (range(3), 120, (4, 16), 5)
-    page = Page("columns_and_pyramids", "Columns and pyramids: RevCol and RevBiFPN", options)
+    options = read_options(__doc__, may_time_again=True)
+    sizes = Sizes(1, 2, (1, 2), 1) if options.quick else Sizes(3, 120, (4, 16), 5)
+    kept = Kept("columns_and_pyramids", options, sizes)
+    page = Page("columns_and_pyramids", "Columns and pyramids: RevCol and RevBiFPN", options, kept)
+    progress = Progress("networks", len(MODELS) * (len(TRAINED) + 1))
+    shallow, deep = sizes.depths
     page.add(
         "RevCol scales each level of a column by learned numbers; RevBiFPN fuses streams of three resolutions. Both "
         "are lists of steps. A twin has the same branches and initial weights with a ReLU after every update, which "
-        f"nothing can undo. Trained on scikit-learn's digits (8×8), {steps} steps of 64, at depth {depths[0]}; "
-        f"seeds {', '.join(map(str, seeds))}, mean ± standard deviation. Peaks (activations, without parameters and "
-        f"their gradients) and times per step are those of depth {depths[0]} and {depths[1]}."
+        f"nothing can undo. Trained on scikit-learn's digits (8×8), {sizes.steps} steps of 64, at depth {shallow}; "
+        f"{sizes.seeds} seeds, mean ± standard deviation. Peaks (activations, without parameters and their gradients) "
+        f"and times per step (processor time, the least of {sizes.rounds} rounds in which the ways take turns) are "
+        f"those of depth {shallow} and {deep}."
     )
     for name in MODELS:
         head = ["network", "parameters", "right, %", "loss on unseen digits"]
-        head += [f"peak, depth {depth}" for depth in depths] + [f"ms per step, depth {depth}" for depth in depths]
-        page.add(f"## {name}", table(head, rows(name, depths, steps, seeds, rounds)))
+        head += [f"peak, depth {depth}" for depth in sizes.depths]
+        head += [f"ms per step, depth {depth}" for depth in sizes.depths]
+        page.add(f"## {name}", table(head, rows(name, sizes, kept, progress)))
     page.write()
 
 

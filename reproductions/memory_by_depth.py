@@ -20,6 +20,7 @@ from torch import Tensor
 import retrograde as rg
 from report import Page, Progress, read_options, run, table
 from retrograde.measure import MemoryTracker, format_bytes
+from retrograde.measure.pictures import style_of
 from small_models import reversible, transformer
 
 Memory: TypeAlias = Literal["store", "checkpoint", "reverse"]
@@ -127,7 +128,9 @@ def draw(depths: list[int], live_bytes: Measured) -> Callable[[Any], None]:
     def drawn(axes: Any) -> None:
         for mode in MODES:
             measured = [depth for depth in depths if (mode, depth) in live_bytes]
-            axes[0].loglog(measured, [live_bytes[mode, d][1] / 2**20 for d in measured], "o-", label=mode)
+            colour, marker = style_of(mode)
+            peaks = [live_bytes[mode, depth][1] / 2**20 for depth in measured]
+            axes[0].loglog(measured, peaks, color=colour, marker=marker, label=mode)
         axes[0].set(xlabel="layers", ylabel="MiB at the peak of a step", title="Activation memory")
         axes[0].legend()
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import importlib.metadata
+import json
 import os
 import platform
 import statistics
@@ -14,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,18 +34,25 @@ class Options:
 
     quick: bool
     results: Path
+    times_only: bool = False
 
 
-def read_options(description: str | None) -> Options:
+def read_options(description: str | None, *, may_time_again: bool = False) -> Options:
     """The options of the command line. Everything runs on one thread: times are steadier, and results bit-identical."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--quick", action="store_true", help="run for seconds instead of minutes, to check that it works"
     )
     parser.add_argument("--results", type=Path, help="the folder to write to", default=FOLDER / "results")
+    if may_time_again:
+        parser.add_argument(
+            "--times-only",
+            action="store_true",
+            help="measure the times again, and take all other results from the last run",
+        )
     given = parser.parse_args()
     torch.set_num_threads(1)
-    return Options(given.quick, given.results)
+    return Options(given.quick, given.results, may_time_again and given.times_only)
 
 
 class Progress:
@@ -85,16 +94,53 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
+class Kept:
+    """Finished results in a file beside the page, one JSON line each: a run that was stopped continues after them.
+
+    Args:
+        name: the name of the script.
+        settings: what the results depend on; lines of other settings are ignored.
+    """
+
+    def __init__(self, name: str, options: Options, settings: object) -> None:
+        self.path = None if options.quick else options.results / f"{name}.jsonl"
+        self.settings = str(settings)
+        self.found: dict[str, dict[str, Any]] = {}
+        for line in self.path.read_text().splitlines() if self.path and self.path.exists() else []:
+            result = json.loads(line)
+            if result["settings"] == self.settings and not (options.times_only and result["key"].startswith("time")):
+                self.found[result["key"]] = result
+
+    def __call__(self, key: str, make: Callable[[], Any]) -> Any:
+        """The result with this key: a kept one, or a new one. Keys of times start with "time"."""
+        if key not in self.found:
+            self.found[key] = {
+                "key": key, "value": make(), "date": str(datetime.date.today()), "commit": _commit(),
+                "settings": self.settings,
+            }  # fmt: skip
+            if self.path is not None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with self.path.open("a") as file:
+                    file.write(json.dumps(self.found[key]) + "\n")
+        return self.found[key]["value"]
+
+    def origin(self) -> str:
+        """When the results were made, and from which commits."""
+        dates, commits = (dict.fromkeys(result[part] for result in self.found.values()) for part in ("date", "commit"))
+        return f"{', '.join(dates)}, commit: {', '.join(commits)}"
+
+
 class Page:
     """The page of one reproduction: the question, the results, the machine and the method.
 
     Args:
         name: the name of the script, of the page and of its picture.
         title: the title of the page.
+        kept: the results that it is made of, if they are kept.
     """
 
-    def __init__(self, name: str, title: str, options: Options) -> None:
-        self.name, self.title, self.options = name, title, options
+    def __init__(self, name: str, title: str, options: Options, kept: Kept | None = None) -> None:
+        self.name, self.title, self.options, self.kept = name, title, options, kept
         self.load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
         self.start = time.perf_counter()
         self.parts: list[str] = []
@@ -131,15 +177,16 @@ class Page:
     def _machine(self) -> str:
         busy = "; other work ran at the same time, so trust ratios rather than seconds" if self.load > 0.5 else ""
         minutes = (time.perf_counter() - self.start) / 60
+        origin = f"{datetime.date.today()}, commit: {_commit()}" if self.kept is None else self.kept.origin()
         return "\n".join(
             [
-                f"- date: {datetime.date.today()}, commit: {_commit()}",
+                f"- date: {origin}",
                 f"- hardware: {_processor()}, {os.cpu_count()} cores; load average before the run {self.load:.1f}"
                 f"{busy}",
                 f"- software: retrograde {_version('retrograde')}, torch {torch.__version__}, Python "
                 f"{platform.python_version()}, {platform.system()}, "
                 f"ONEDNN_MAX_CPU_ISA={os.environ.get('ONEDNN_MAX_CPU_ISA', 'unset')}; one thread per process",
-                f"- the whole run took {minutes:.1f} minutes",
+                f"- the {'whole' if self.kept is None else 'last'} run took {minutes:.1f} minutes",
             ]
         )
 
@@ -158,6 +205,7 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
+@functools.cache
 def _commit() -> str:
     head = _git("rev-parse", "--short", "HEAD") or "unknown"
     changed = _git("status", "--porcelain", "--", "../src", "*.py")
@@ -178,5 +226,5 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except KeyboardInterrupt:
-        sys.stderr.write("\nStopped; nothing was written.\n")
+        sys.stderr.write("\nStopped; no page was written.\n")
         sys.exit(130)  # as a shell reports an interrupt

@@ -21,6 +21,7 @@ from torch import Tensor
 import retrograde as rg
 from report import Page, Progress, quartiles, read_options, run, table
 from retrograde.measure import MemoryTracker, format_bytes
+from retrograde.measure.pictures import style_of
 from small_models import reversible, transformer
 
 Memory: TypeAlias = Literal["store", "checkpoint", "reverse"]
@@ -195,7 +196,8 @@ def draw(chosen: Size, measured: Measured) -> Callable[[Any], None]:
             for mode in MODES:
                 batches = sorted(b for d, m, b in measured.seconds if (d, m) == (depth, mode))
                 rates = [r[1] for b in batches if (r := measured.throughput(depth, mode, b))]
-                panel.semilogx(batches, rates, "o-", base=2, label=mode)
+                colour, marker = style_of(mode)
+                panel.semilogx(batches, rates, base=2, color=colour, marker=marker, label=mode)
             panel.set(xlabel="batch", ylabel="images/s", title=f"{depth} blocks", ylim=(0, None))
             panel.legend()
 

@@ -17,16 +17,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from report import Progress
-from small_models import CharacterModel, ImageClassifier, MakeStack, Residual, reversible
+from small_models import CharacterModel, ImageClassifier, MakeStack, ModernGPT, ModernViT, Residual, reversible
 
 TaskName: TypeAlias = Literal["characters", "digits"]
-TrainingMemory: TypeAlias = Literal["store", "reverse"]
+TrainingMemory: TypeAlias = Literal["store", "checkpoint", "reverse"]
 Batch: TypeAlias = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Run:
-    """What to train. `bits` are those of the streams' grid; `precision` is that of the branches."""
+    """What to train. `bits` are those of the streams' grid; `precision` is that of the branches.
+
+    `parts` "modern" are transformers with RMSNorm, rotary positions and SwiGLU, "classic" a transformer with LayerNorm
+    and GELU for characters and a convolutional network for digits.
+    """
 
     task: TaskName
     seed: int
@@ -38,6 +42,7 @@ class Run:
     memory: TrainingMemory = "store"
     bits: int | None = None
     precision: Literal["float32", "bf16 autocast"] = "float32"
+    parts: Literal["classic", "modern"] = "classic"
 
     def __str__(self) -> str:
         grid = "" if self.bits is None else f", grid 2^-{self.bits}"
@@ -79,6 +84,8 @@ class Characters:
         self._seen, self._unseen = numbers[:seen], numbers[seen:]
 
     def model(self, run: Run, make_stack: MakeStack) -> nn.Module:
+        if run.parts == "modern":
+            return ModernGPT(self.characters, run.width, run.depth, make_stack)
         return CharacterModel(self.characters, self.length, run.width, run.depth, make_stack)
 
     def batch(self, size: int, generator: torch.Generator) -> Batch:
@@ -110,6 +117,8 @@ class Digits:
         self._seen, self._unseen = ((images[part], labels[part]) for part in (order[:seen], order[seen:]))
 
     def model(self, run: Run, make_stack: MakeStack) -> nn.Module:
+        if run.parts == "modern":
+            return ModernViT(10, run.width, run.depth, make_stack)
         return ImageClassifier(10, run.width, run.depth, make_stack)
 
     def batch(self, size: int, generator: torch.Generator) -> Batch:
@@ -129,8 +138,8 @@ def build(run: Run) -> nn.Module:
     """The model before training; its weights depend only on the seed and the sizes."""
     torch.manual_seed(run.seed)
     if run.network == "residual":
-        return task_of(run.task).model(run, Residual)
-    dim = 1 if run.task == "digits" else -1
+        return task_of(run.task).model(run, functools.partial(Residual, memory=run.memory))
+    dim = 1 if run.task == "digits" and run.parts == "classic" else -1
     make_stack = reversible(dim=dim, memory=run.memory, exact=run.bits is not None, grid_bits=run.bits)
     return task_of(run.task).model(run, make_stack)
 

@@ -136,14 +136,129 @@ MODELS: dict[str, Callable[[], Made]] = {
 }
 
 
-def many_tokens() -> Made:
-    blocks = [rg.two_stream(mlp(64), mlp(64)) for _ in range(6)]
-    return rg.ReversibleSequence(blocks), torch.randn(16, 512, 64)
+def columns() -> Made:
+    return models.RevCol(10, widths=(16, 32, 48), columns=5), torch.randn(4, 3, 32, 32)
 
 
-def long_language_model() -> Made:
-    return models.ReversibleLM(256, width=64, depth=5, heads=4), torch.randint(256, (8, 512))
+def pyramid() -> Made:
+    return models.RevBiFPN(10, widths=(16, 32, 48), depth=3), torch.randn(4, 3, 32, 32)
 
 
-RANKED: dict[str, Callable[[], Made]] = {"MLPs": many_tokens, "language model": long_language_model}
-"""For several processes: many tokens, so that the buffers which gloo's threads release late weigh little."""
+def differential_equation() -> Made:
+    return models.ReversibleODE(mlp(64), steps=10, time="none"), torch.randn(8, 64, 64)
+
+
+def graph_network() -> Made:
+    model = models.DeepGraphNetwork(16, 7, width=64, depth=8, groups=2)
+    return model, (torch.randn(1000, 16), torch.randint(1000, (2, 4000)))
+
+
+def point_cloud() -> Made:
+    model = models.PointCloudTransformer(8, 4, width=64, depth=4, heads=4)
+    return model, (torch.randn(2, 64, 8), torch.randn(2, 64, 3))
+
+
+def stages() -> Made:
+    """Convolutions in three stages, down and up again, with transitions between them."""
+
+    def convolutions(width: int) -> nn.Sequential:
+        return nn.Sequential(nn.GroupNorm(4, width), nn.GELU(), nn.Conv2d(width, width, 3, padding=1))
+
+    def stage(width: int, depth: int = 2) -> list[rg.Block]:
+        return [rg.two_stream(convolutions(width), convolutions(width)) for _ in range(depth)]
+
+    down = rg.transition(*(nn.Conv2d(16, 32, 2, stride=2) for _ in range(2)))
+    up = rg.transition(*(nn.ConvTranspose2d(32, 16, 2, stride=2) for _ in range(2)))
+    return rg.ReversibleSequence([*stage(16), down, *stage(32), up, *stage(16)]), torch.randn(4, 16, 32, 32)
+
+
+def exact_momentum() -> Made:
+    blocks = [rg.momentum(mlp(64), gamma=0.5) for _ in range(8)]
+    return rg.ReversibleSequence(blocks, split="first", merge="first", exact=True), torch.randn(8, 64, 64)
+
+
+def dropping_mlps() -> Made:
+    blocks = [rg.two_stream(nn.Sequential(mlp(64), nn.Dropout(0.1)), mlp(64)) for _ in range(6)]
+    return rg.ReversibleSequence(blocks), torch.randn(8, 64, 64)
+
+
+def converted_t5() -> Made:
+    import transformers as tf
+
+    config = tf.T5Config(
+        vocab_size=256, d_model=64, d_kv=16, d_ff=256, num_layers=3, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model = tf.T5ForConditionalGeneration(config)
+    rg.convert(model, layers=["encoder.block", "decoder.block"])
+    ids = torch.randint(256, (4, 64))
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def converted_mixtral() -> Made:
+    import transformers as tf
+
+    config = tf.MixtralConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    model = tf.MixtralForCausalLM(config)
+    rg.convert(model)
+    ids = torch.randint(256, (4, 64))
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def converted_vit() -> Made:
+    import transformers as tf
+
+    config = tf.ViTConfig(
+        hidden_size=64, num_hidden_layers=5, num_attention_heads=4, intermediate_size=256, image_size=32, patch_size=4,
+        num_labels=10,
+    )  # fmt: skip
+    model = tf.ViTForImageClassification(config)
+    rg.convert(model, "two_stream", exact=False)
+    return model, {"pixel_values": torch.randn(8, 3, 32, 32), "labels": torch.randint(10, (8,))}
+
+
+def compiled_mlps() -> Made:
+    model, batch = rg.ReversibleSequence([rg.two_stream(mlp(64), mlp(64)) for _ in range(4)]), torch.randn(8, 64, 64)
+    model.compile(backend="retrograde")
+    return model, batch
+
+
+HELD_OUT: dict[str, Callable[[], Made]] = {
+    "RevCol": columns,
+    "RevBiFPN": pyramid,
+    "ReversibleODE, exact": differential_equation,
+    "graph network": graph_network,
+    "point cloud": point_cloud,
+    "stages with transitions": stages,
+    "momentum, exact": exact_momentum,
+    "MLPs with dropout": dropping_mlps,
+    "T5, converted": converted_t5,
+    "Mixtral, converted": converted_mixtral,
+    "ViT, converted": converted_vit,
+    "MLPs, compiled": compiled_mlps,
+}
+"""Models that nothing was tuned with."""
+
+
+def few_mlps() -> Made:
+    return rg.ReversibleSequence([rg.two_stream(mlp(64), mlp(64)) for _ in range(6)]), torch.randn(4, 256, 64)
+
+
+def wide_mlps() -> Made:
+    """More bytes of parameters than of activations."""
+    return rg.ReversibleSequence([rg.two_stream(mlp(128), mlp(128)) for _ in range(4)]), torch.randn(2, 64, 128)
+
+
+def small_language_model() -> Made:
+    return models.ReversibleLM(256, width=64, depth=5, heads=4), torch.randint(256, (4, 256))
+
+
+RANKED: dict[str, Callable[[], Made]] = {
+    "MLPs": few_mlps,
+    "MLPs, few tokens": wide_mlps,
+    "language model": small_language_model,
+}
+"""For several processes."""

@@ -6,11 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from retrograde.measure.pictures import style_of
+
 from .contenders import REVERSE
 from .results import Comparison, GradientErrors, Growth, Results
 from .verdict import CONTENDERS, rivals_in
 
-COLOURS = {"retrograde": "#c1272d", "plain": "#222222", "torch": "#1f6fb4", "peer": "#8a8a8a"}
+COLOURS = {  # as in all pictures: plain autograd stores, torch's contenders checkpoint
+    "retrograde": style_of("reverse")[0],
+    "plain": style_of("store")[0],
+    "torch": style_of("checkpoint")[0],
+    "peer": "#b0789c",
+}
 MARKERS = "osD^vP*X<>hpd8H"
 
 

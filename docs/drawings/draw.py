@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from retrograde.measure.pictures import style_of
+
 FOLDER = Path(__file__).resolve().parent
 
-INK, BLUE, RED, ORANGE, GREY, PALE = (
+# The colours of memory modes are those of all pictures, and of nothing else: forward is teal, backward is red.
+INK, TEAL, RED, GREY, PALE = (
     "#27313f",
-    "#2b6cb0",
+    "#0f766e",
     "#b5305a",
-    "#b86e14",
     "#5f6b7a",
-    "#e8eef7",
+    "#eef1f4",
 )
 
 
@@ -53,17 +55,18 @@ class Drawing:
         *,
         width: int = 56,
         fill: str = PALE,
-        line: str = BLUE,
+        line: str = TEAL,
+        stroke: int = 1,
     ) -> None:
         """A box around words, centred at x, y."""
         dash = ' stroke-dasharray="4 4"' if fill == "none" else ""
         self.shapes.append(
             f'<rect x="{x - width / 2}" y="{y - 16}" width="{width}" height="32" rx="6" '
-            f'fill="{fill}" stroke="{line}"{dash}/>'
+            f'fill="{fill}" stroke="{line}" stroke-width="{stroke}"{dash}/>'
         )
         self.text(x, y + 5, words)
 
-    def circle(self, x: float, y: float, sign: str, colour: str = BLUE) -> None:
+    def circle(self, x: float, y: float, sign: str, colour: str = TEAL) -> None:
         self.shapes.append(
             f'<circle cx="{x}" cy="{y}" r="12" fill="#ffffff" stroke="{colour}" stroke-width="1.5"/>'
         )
@@ -93,14 +96,16 @@ def block() -> Drawing:
     """A two-stream block, forward and undone."""
     sheet = Drawing(480, 390, "A block with two streams, forward and undone")
     for top, sign, names, order, colour in (
-        (30, "+", ("x0", "x1", "y0", "y1"), ("f", "g"), BLUE),
+        (30, "+", ("x0", "x1", "y0", "y1"), ("f", "g"), TEAL),
         (225, "−", ("y0", "y1", "x0", "x1"), ("g", "f"), RED),
     ):
         upper, lower = top + 35, top + 135
         sheet.text(
             20,
             top,
-            "forward" if sign == "+" else "undone, the last update first",
+            "forward"
+            if sign == "+"
+            else "inverse: the last update is undone first",
             anchor="start",
             colour=colour,
         )
@@ -129,25 +134,26 @@ def block() -> Drawing:
 
 
 def memory() -> Drawing:
-    """What each memory mode has in memory while one block goes backward."""
-    sheet = Drawing(540, 340, "What is in memory while block 3 goes backward")
+    """What each memory mode has in memory during the backward pass of one block."""
+    sheet = Drawing(
+        540, 340, "What is in memory during the backward pass of block 3"
+    )
     sheet.text(
         20,
         30,
-        "In memory while block 3 of 6 goes backward",
+        "In memory during the backward pass of block 3 of 6",
         anchor="start",
         size=16,
     )
     rows = (
-        ("store", "every block before it keeps its activations", ORANGE),
-        ("checkpoint", "every block before it keeps its input", BLUE),
-        ("reverse", "nothing is kept before it", RED),
+        ("store", "the activations of every block before it"),
+        ("checkpoint", "the input of every block before it"),
+        ("reverse", "nothing of the blocks before it"),
     )
-    for row, (name, words, colour) in enumerate(rows):
+    for row, (name, words) in enumerate(rows):
         y = 90 + 85 * row
-        sheet.text(
-            20, y - 24, f"{name}: {words}", anchor="start", colour=colour
-        )
+        colour, _ = style_of(name)
+        sheet.text(20, y - 24, f"{name}: {words}", anchor="start")
         for i in range(6):
             x = 65 + 84 * i
             past, here = i < 3, i == 3
@@ -159,6 +165,7 @@ def memory() -> Drawing:
                 width=62,
                 fill=PALE if held else "none",
                 line=colour if held else GREY,
+                stroke=2 if held else 1,
             )
             if here or (past and name == "checkpoint"):
                 sheet.shapes.append(
@@ -176,22 +183,22 @@ def memory() -> Drawing:
 
 
 def replay() -> Drawing:
-    """How autograd gets a saved tensor that was never kept."""
-    sheet = Drawing(500, 342, "How autograd gets a tensor that was not kept")
+    """How autograd gets a tensor that was not saved."""
+    sheet = Drawing(500, 342, "How autograd gets a tensor that was not saved")
     columns = (
         (
-            BLUE,
+            TEAL,
             "forward",
             "a branch runs in ordinary autograd",
             "autograd asks to save a tensor",
-            "it gets handle 7, and keeps no tensor",
+            "it gets handle 7 instead, and saves no tensor",
         ),
         (
             RED,
             "backward",
             "autograd asks for handle 7",
             "the step is undone, its branch runs again",
-            "handle 7 is that run's tensor",
+            "autograd gets the tensor of this second run",
         ),
     )
     for column, (colour, name, *boxes) in enumerate(columns):

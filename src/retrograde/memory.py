@@ -126,6 +126,7 @@ class Plan:
     memory: tuple[Mode, ...]
     anchors: frozenset[int] = frozenset()
     modes: tuple[MemoryMode, ...] = field(init=False, repr=False, compare=False)  # the same as objects
+    whole: tuple[Segment, ...] = field(init=False, repr=False, compare=False)  # the segments where all blocks run
 
     def __post_init__(self) -> None:
         if isinstance(self.memory, (str, MemoryMode)):
@@ -143,6 +144,7 @@ class Plan:
         outside = [a for a in sorted(self.anchors) if not 0 <= a < len(self.memory)]
         if outside:
             raise ValueError(f"Anchors {outside} name no block: the plan has {len(self.memory)} blocks, from 0.")
+        object.__setattr__(self, "whole", tuple(self.segments(range(len(self.modes)))))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, (self.memory, self.anchors)  # and modes by their names

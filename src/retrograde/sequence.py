@@ -71,6 +71,8 @@ class ReversibleSequence(nn.Module):
         torch.Size([2, 8])
     """
 
+    keeps_last_graph = True  # in the last step of a call: rule 5 of NOTE [Rules of the tape]
+
     def __init__(
         self,
         blocks: Iterable[Block],
@@ -260,17 +262,22 @@ class ReversibleSequence(nn.Module):
             call = StackCall(plan, streams, context)
             observer.on_call(call)
             plan, streams, context = call.plan, call.streams, call.context
-        blocks, running = self._blocks(), self._running()
+        blocks = self._blocks()
         if self._goes_into_graph(plan):
-            parts = [(plan.modes[s.blocks[0]].name, s.blocks) for s in plan.segments(running)]
-            return run_traced(blocks, self.names, parts, streams, context, hidden=hidden)
+            parts = [(plan.modes[s.blocks[0]].name, s.blocks) for s in plan.segments(range(len(blocks)))]
+            drop = self.layer_drop if self._drops() else ()
+            return run_traced(blocks, self.names, parts, streams, context, hidden=hidden, layer_drop=drop)
+        running = self._running()
         if observer is None and self._watch is not None and torch.is_grad_enabled():
             recomputed = [i for i in running if plan.modes[i].make_tape is not None]
             observer = self._watch.observer(recomputed, [i for i in recomputed if plan.modes[i].needs_inverse])
-        segments = list(plan.segments(running))
+        segments = plan.whole if len(running) == len(plan.modes) else list(plan.segments(running))
 
         def run() -> Outputs:
-            return run_blocks(blocks, self.names, segments, streams, context, hidden=hidden, observer=observer)
+            return run_blocks(
+                blocks, self.names, segments, streams, context,
+                hidden=hidden, observer=observer, keep_last_graph=self.keeps_last_graph,
+            )  # fmt: skip
 
         if self.overflow == "raise" or not self.exact:
             outputs = run()
@@ -283,9 +290,10 @@ class ReversibleSequence(nn.Module):
         if not is_traced():
             return False
         is_observed, rescales = bool(self._observer or self._watch), self.overflow == "rescale" and self.exact
-        reason = why_not_call(is_observed=is_observed, rescales=rescales, drops=self._drops())
+        reason = why_not_call(self, is_observed=is_observed, rescales=rescales)
         for i, block in enumerate(self._blocks()):
-            reason = reason or why_not_traced(i, block, plan.modes[i].name)
+            drop = self.layer_drop[i] if self.training else 0.0
+            reason = reason or why_not_traced(i, block, plan.modes[i].name, drop)
         if reason is not None:
             self._warn_on_tape(reason)
         return reason is None

@@ -208,6 +208,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "midpoint": lambda: Model([rg.midpoint(Mlp(), step=0.1) for _ in range(4)]),
     "grouped": lambda: Model([rg.grouped(Mlp(), Mlp(), Mlp()) for _ in range(2)]),
     "a stage transition": lambda: Model([*pairs(2), rg.transition(Mlp(), Mlp()), *pairs(2)]),
+    "a stage transition, selective": lambda: Model(
+        [*pairs(1), rg.transition(Mlp(), Mlp()), *pairs(1)], memory="selective"
+    ),
     "several modalities": two_modalities,
     "a user's own coupling": lambda: Model(pairs(3, coupling=Sines())),
     "a user's own side bits": lambda: Model(pairs(3, coupling=Halves())),
@@ -316,6 +319,42 @@ def test_changing_lengths_compile_twice() -> None:
     assert backend.graphs == 2
 
 
+class Judged(Model):
+    """A model whose output has the auxiliary losses of its branches in it."""
+
+    def forward(self, x: Tensor, **context: Any) -> Tensor:
+        y, aux = self.stack(self.enter(x))
+        return self.leave(y) + aux  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+def test_layer_drop_is_one_graph_that_drops_what_the_eager_model_drops(memory: str) -> None:
+    """With gradients of zero where a block is dropped. The draw is the same: without a code generator, seeds agree."""
+    torch.manual_seed(0)
+    blocks = [rg.two_stream(Mlp(), with_loss, aux="g") for _ in range(4)]
+    backend, model = ByRule(), Judged(blocks, layer_drop=[0.5, 0.5, 0.0, 0.9], memory=memory)
+    compiled, x = torch.compile(model, backend=backend, fullgraph=True), torch.randn(6, WIDTH, requires_grad=True)
+    leaves, dropped = [x, *model.parameters()], set()
+
+    def grads(run: Callable[..., Tensor], seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        y = run(x)
+        found = torch.autograd.grad((y.sin() * y).sum(), leaves, allow_unused=True)
+        if run is model:
+            dropped.update(
+                i
+                for i, block in enumerate(blocks)
+                if found[[id(leaf) for leaf in leaves].index(id(next(block.parameters())))] is None
+            )
+        return [y.detach(), *(torch.zeros_like(p) if g is None else g for p, g in zip(leaves, found, strict=True))]
+
+    for seed in range(6):
+        wanted = grads(model, seed)  # first: what the steps learn in it is guarded
+        assert_close(grads(compiled, seed), wanted, 1e-9)
+    assert backend.graphs == 1
+    assert dropped == {0, 1, 3}
+
+
 def test_without_gradients_there_are_no_marks() -> None:
     model, x = Model(pairs(2)), torch.randn(6, WIDTH)
     compiled = torch.compile(model.requires_grad_(False), backend=ByRule(), fullgraph=True)
@@ -327,7 +366,10 @@ def test_without_gradients_there_are_no_marks() -> None:
 OUTSIDE: dict[str, tuple[Callable[[], Model], str]] = {
     "a guard": (lambda: Model(pairs(2), guard=rg.Guard()), "a guard or another observer"),
     "rescaling": (lambda: Model(pairs(2), exact=True, overflow="rescale"), "overflow='rescale'"),
-    "layer drop": (lambda: Model(pairs(2), layer_drop=0.5), "layer_drop"),
+    "layer drop with buffers": (
+        lambda: Model([*pairs(1), rg.two_stream(Normalised(), Mlp())], layer_drop=[0.0, 0.5]),
+        "layer_drop may leave out block 1, whose branches have buffers",
+    ),
     "a policy": (
         lambda: Model(pairs(2, save_ops=lambda *_, **__: False), memory="selective"),
         "block 0, Mlp has a policy as save_ops",
@@ -339,7 +381,7 @@ OUTSIDE: dict[str, tuple[Callable[[], Model], str]] = {
 def test_what_cannot_be_in_a_graph_runs_on_its_tape_and_says_so_once(name: str) -> None:
     make, why = OUTSIDE[name]
     model, x = make(), torch.randn(6, WIDTH, requires_grad=True)
-    leaves = [x, *model.stack.blocks[0].parameters()] if name != "layer drop" else [x]
+    leaves = [x, *model.stack.blocks[0].parameters()]
     wanted = gradients(model, x, leaves)
     compiled = torch.compile(model, backend=ByRule())
     with pytest.warns(RuntimeWarning, match=why) as warned:

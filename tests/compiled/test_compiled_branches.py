@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -87,3 +89,22 @@ def test_a_graph_of_compiled_branches_may_be_retained_and_walked_twice() -> None
     once = torch.autograd.grad(y.square().sum(), leaves, retain_graph=True)
     again = torch.autograd.grad(y.square().sum(), leaves)
     assert_close(list(again), list(once), 1e-4)
+
+
+def two_lengths(dropout: float = 0.0, *, exact: bool = True, **options: Any) -> list[Tensor]:
+    """The gradients of two calls with different lengths before one backward pass, with compiled branches."""
+    torch.manual_seed(0)
+    branch = torch.compile(Mlp(dropout), backend="eager", **options)
+    stack = rg.ReversibleSequence([rg.two_stream(branch, branch) for _ in range(2)], exact=exact)
+    first, second = (stack(torch.randn(2, length, WIDTH, requires_grad=True)) for length in (4, 6))
+    assert isinstance(first, Tensor)
+    assert isinstance(second, Tensor)
+    return list(torch.autograd.grad(first.sum() + second.sum(), list(stack.parameters())))
+
+
+def test_an_exact_stack_says_when_a_replay_runs_another_compiled_graph() -> None:
+    """The second length made a graph for any length, which the replay of the first call runs, with other rounding."""
+    with pytest.raises(RuntimeError, match=r"(?s)in block 1 ran another compiled graph.*dynamic=True"):
+        two_lengths()
+    two_lengths(exact=False)  # no more than rounding
+    two_lengths(dynamic=True)  # the remedy

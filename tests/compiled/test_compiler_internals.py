@@ -26,6 +26,11 @@ def test_nodes_with_our_tag_are_put_into_the_backward_half() -> None:
     assert f'== "{compiler_internals.BACKWARD}"' in inspect.getsource(partitioners)
 
 
+def test_a_call_of_a_region_asks_for_its_schema_by_region_name_and_operands() -> None:
+    generate = type(torch.ops.higher_order.invoke_subgraph).gen_schema
+    assert list(inspect.signature(generate).parameters) == ["self", "subgraph", "identifier", "operands"]
+
+
 def test_what_torch_compile_wraps_around_a_backend_is_known() -> None:
     wrapper = torch._TorchCompileWrapper("retrograde", None, {"regions": False}, None)
     assert wrapper.compiler_fn is compiler_internals_backend()

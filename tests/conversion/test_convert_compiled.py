@@ -10,13 +10,17 @@ import torch
 from torch import Tensor, nn
 
 import retrograde as rg
-from small_models import Model, assert_same_bits, gpt2, gradients, llama
+from retrograde.engine.torch_internals import VERSION
+from small_models import Model, assert_same_bits, bert, gpt2, gradients, llama
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.jit.script.* is deprecated:DeprecationWarning",  # torch's own, when it loads its compiler
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # the tracer looks at every attribute
     "ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning",  # the tracer does
 )
+
+
+needs_our_backend = pytest.mark.skipif(VERSION < (2, 13), reason='backend="retrograde" needs torch 2.13')
 
 
 @pytest.fixture(autouse=True)
@@ -87,8 +91,72 @@ def test_a_model_compiled_as_a_whole_breaks_its_graph_at_the_layers_and_trains_r
     assert_same_bits({name.removeprefix("_orig_mod."): g for name, g in compiled.items()}, expected)
     assert graphs.count <= 4
     (why,) = counters["graph_break"]  # one cause, met in every frame between the model and the last layer
-    assert "ConvertedStack.finish" in why
+    assert "ConvertedStack._run_outside" in why
     assert seen.count(True) >= len(stack.originals) - 1, "the layers were recomputed, not stored"
+
+
+IN_GRAPH = [
+    (gpt2, "unchanged", {}),
+    (gpt2, "unchanged", {"memory": "selective"}),
+    (gpt2, "two_stream", {"exact": False}),
+    (gpt2, "momentum", {"exact": False}),
+    (gpt2, "bdia", {}),
+    (llama, "unchanged", {}),
+    (llama, "two_stream", {}),
+    (bert, "unchanged", {}),
+    (bert, "two_stream", {}),
+]
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+    return model.train()
+
+
+@pytest.fixture(name="_float64")
+def _in_float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@needs_our_backend
+@pytest.mark.interop
+@pytest.mark.usefixtures("_float64")
+@pytest.mark.parametrize(("make", "recipe", "options"), IN_GRAPH)
+def test_our_backend_takes_the_converted_layers_into_its_graph(
+    make: Callable[[], Any], recipe: str, options: dict[str, Any]
+) -> None:
+    """With the gradients of the eager model; graphs break where transformers logs something, and nowhere else."""
+    from torch._dynamo.utils import counters
+
+    from compiling import ByRule
+
+    torch.manual_seed(0)
+    model, batch = make()
+    stack = rg.convert(without_dropout(model), recipe, **options).stack
+    stack.overflow = "raise"
+    expected, backend = gradients(model, batch), ByRule()
+    compiled = gradients(torch.compile(model, backend=backend), batch)
+    assert not [why for why in counters["graph_break"] if "logging" not in why]
+    for (name, wanted), found in zip(expected.items(), compiled.values(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9 * wanted.abs().max().item(), msg=name)
+
+
+@needs_our_backend
+def test_a_converted_model_that_may_rescale_its_grid_stays_on_its_tape_and_says_so() -> None:
+    from compiling import ByRule
+
+    model, batch = plain()
+    rg.convert(model.train(), "bdia")
+    expected = gradients(model, batch)
+    with pytest.warns(RuntimeWarning, match="overflow='rescale' runs a call again"):
+        compiled = gradients(torch.compile(model, backend=ByRule()), batch)
+    assert_same_bits({name.removeprefix("_orig_mod."): g for name, g in compiled.items()}, expected)
 
 
 def test_bdia_in_eval_is_one_graph() -> None:

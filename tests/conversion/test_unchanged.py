@@ -210,7 +210,8 @@ def test_copies_and_undo_work() -> None:
     expected = gradients(model, batch())
     conversion = convert(model, "unchanged", memory="checkpoint")
     assert_same_bits(gradients(copy.deepcopy(model), batch()), expected)
-    assert repr(conversion) == "Conversion(Model, recipe=Unchanged(), layers='layers' (4), memory='checkpoint')"
+    recipe = "Unchanged(save_ops='projections')"
+    assert repr(conversion) == f"Conversion(Model, recipe={recipe}, layers='layers' (4), memory='checkpoint')"
     conversion.undo()
     assert_same_bits(gradients(model, batch()), expected)
 
@@ -268,14 +269,32 @@ def test_selective_runs_attention_once_and_saves_its_result() -> None:
 
 
 class Counter(TorchDispatchMode):
-    """Counts the runs of attention."""
+    """Counts the runs of attention, or of other operators by a part of their name."""
 
     runs = 0
 
+    def __init__(self, part: str = "attention") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.part = part
+
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(operator)
-        self.runs += "attention" in name and "backward" not in name
+        self.runs += self.part in name and "backward" not in name
         return operator(*args, **kwargs or {})
+
+
+def test_selective_repeats_no_projection() -> None:
+    model, inputs = gpt2(n_layer=6)
+    model.train()
+    stack = convert(model, "unchanged").stack
+    runs = {}
+    for memory in ("store", "selective", "checkpoint"):
+        stack.memory = memory
+        gradients(model, inputs)
+        with Counter("aten.addmm.") as counter:  # the four projections of a layer
+            gradients(model, inputs)
+        runs[memory] = counter.runs
+    assert runs == {"store": 24, "selective": 24, "checkpoint": 48}
 
 
 def test_a_grid_is_refused() -> None:

@@ -93,6 +93,21 @@ def test_every_update_is_rounded_to_the_grid_however_large_it_is(dtype: torch.dt
         assert torch.equal(counts, counts.round())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_graph_changes_no_bit_and_has_second_derivatives(dtype: torch.dtype) -> None:
+    coupling = rg.couplings.Exact(bits=12, scale=0.5)
+    target, update = coupling.prepare(torch.randn(50, dtype=dtype)), torch.randn(50, dtype=dtype)
+    leaf = update.clone().requires_grad_()
+    combined = coupling.combine(target, leaf**3)
+    assert torch.equal(combined, coupling.combine(target, update**3))
+    assert combined._version == 0  # a version above 0 would send every replay through the slow comparison
+    [slope] = torch.autograd.grad(combined.sum(), leaf, create_graph=True)
+    torch.testing.assert_close(slope, 1.5 * leaf**2)
+    torch.testing.assert_close(torch.autograd.grad(slope.sum(), leaf)[0], 3 * update)
+    rows = torch.func.vmap(torch.func.grad(lambda u: coupling.combine(target[0], u**3)))(update)
+    torch.testing.assert_close(rows, 1.5 * update**2)
+
+
 def test_the_gradient_of_the_rounding_is_that_of_the_identity() -> None:
     update = torch.randn(50, dtype=torch.float64, requires_grad=True)
     (gradient,) = torch.autograd.grad(Exact(4).grid(torch.float64).round(update).sum(), update)

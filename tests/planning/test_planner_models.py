@@ -356,7 +356,7 @@ def test_a_changed_speed_of_the_machine_is_reported() -> None:
     planned = plan(model, batch, "1GiB")
     steady = Comparison((), planned.chain, slowdown=1.05)
     assert "changed" not in steady.table()
-    assert "changed its speed: storing everything took x1.88" in replace(steady, slowdown=1.88).table()
+    assert "machine changed: storing everything took x1.88" in replace(steady, slowdown=1.88).table()
     assert "x0.50" in replace(steady, slowdown=0.5).table()
     before = replace(planned, chain=planned.chain.with_steps(dict.fromkeys(planned.chain.uniform(), 1e-9)))
     assert compare(model, batch, before, stack=stack).slowdown > 1000

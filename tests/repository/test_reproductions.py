@@ -16,7 +16,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "reproductions"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if 'if __name__ == "__main__":' in path.read_text())
-DRAWN = {"drift", "memory_by_depth", "throughput_under_a_cap"}
+NEEDS_TRANSFORMERS = set() if importlib.util.find_spec("transformers") else {"retrofit_minilm"}
+RUNNABLE = [name for name in SCRIPTS if name not in NEEDS_TRANSFORMERS]
+DRAWN = {"drift", "memory_by_depth", "retrofit_minilm", "reversible_against_residual", "throughput_under_a_cap"}
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed")
@@ -36,11 +38,11 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     """Every script's page; each is run once, two at a time."""
     folder = tmp_path_factory.mktemp("results")
     with ThreadPoolExecutor(2) as pool:
-        for name, done in zip(SCRIPTS, pool.map(lambda name: start(name, folder), SCRIPTS), strict=True):
+        for name, done in zip(RUNNABLE, pool.map(lambda name: start(name, folder), RUNNABLE), strict=True):
             assert done.returncode == 0, f"{name}: {done.stdout}{done.stderr}"
             assert re.search(r"(\d+)/\1, \d+ s, 0 s left", done.stderr), f"{name} prints no progress: {done.stderr}"
             assert done.stdout == (folder / f"{name}.md").read_text(encoding="utf-8")
-    return {name: folder / f"{name}.md" for name in SCRIPTS}
+    return {name: folder / f"{name}.md" for name in RUNNABLE}
 
 
 def rows(page: Path, *, under: str = "# ", table: int = 0) -> list[dict[str, str]]:
@@ -57,7 +59,7 @@ def in_bytes(cell: str) -> float:
     return float(number) * {"B": 1, "KiB": 2**10, "MiB": 2**20}[unit]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", RUNNABLE)
 def test_a_page_names_its_script_date_hardware_and_versions_and_that_it_was_a_quick_run(
     name: str, pages: Mapping[str, Path]
 ) -> None:
@@ -117,13 +119,43 @@ def test_reversing_is_flat_in_depth_and_storing_is_not(pages: Mapping[str, Path]
     assert in_bytes(measured["6 layers"]) > 0
 
 
-def test_reversible_and_residual_twins_have_the_same_parameters(pages: Mapping[str, Path]) -> None:
-    for model in ("Character model", "Digit classifier"):
-        residual, reversible = rows(pages["reversible_against_residual"], under=f"## {model}")
-        assert residual["parameters"] == reversible["parameters"]
-        assert residual["loss on unseen data"] != reversible["loss on unseen data"]
-        peak = "activations at the peak of a step"
-        assert in_bytes(reversible[peak]) < in_bytes(residual[peak])
+@pytest.mark.parametrize("model", ["Language model", "Image classifier"])
+def test_reversible_and_residual_twins_have_the_same_parameters_and_the_residual_one_gets_more_compute(
+    model: str, pages: Mapping[str, Path]
+) -> None:
+    stored, checkpointed, longer, reversible, deeper = rows(pages["reversible_against_residual"], under=f"## {model}")
+    assert stored["parameters"] == checkpointed["parameters"] == longer["parameters"] == reversible["parameters"]
+    assert float(stored["compute"]) < float(reversible["compute"]) == 1 <= float(longer["compute"])
+    assert stored["loss on unseen data"] == checkpointed["loss on unseen data"] != reversible["loss on unseen data"]
+    assert in_bytes(reversible["peak"]) == in_bytes(deeper["peak"]) < in_bytes(stored["peak"])
+
+
+@pytest.mark.skipif(bool(NEEDS_TRANSFORMERS), reason="transformers is not installed")
+def test_a_retrofit_recomputes_the_gradients_of_stored_activations_and_holds_less_per_layer(
+    pages: Mapping[str, Path],
+) -> None:
+    results = {row["recipe"]: row for row in rows(pages["retrofit_minilm"])}
+    for name in set(results) - {"original", "original, gradient checkpointing"}:
+        same, of = results[name]["gradients equal to stored, to the bit"].split(" of ")
+        assert same == of, name
+    added = {row["way"]: in_bytes(row["added per layer"]) for row in rows(pages["retrofit_minilm"], under="## Memory")}
+    assert added["two streams"] < added["momentum, β = 1/2"] < added["momentum, β = 1/16"] < added["unchanged"]
+    assert added["unchanged"] < added["original"]
+
+
+def test_a_stopped_run_continues_after_its_finished_results(tmp_path: Path) -> None:
+    sys.path.insert(0, str(FOLDER))
+    try:
+        from report import Kept, Options
+    finally:
+        sys.path.remove(str(FOLDER))
+    first = Kept("page", Options(quick=False, results=tmp_path), "10 steps")
+    assert [first("loss: a", lambda: 1.5), first("time: a", lambda: 2.0)] == [1.5, 2.0]
+    assert Kept("page", Options(quick=False, results=tmp_path), "10 steps")("loss: a", lambda: 9) == 1.5
+    assert Kept("page", Options(quick=False, results=tmp_path), "20 steps")("loss: a", lambda: 9) == 9
+    again = Kept("page", Options(quick=False, results=tmp_path, times_only=True), "10 steps")
+    assert [again("loss: a", lambda: 9), again("time: a", lambda: 3.0)] == [1.5, 3.0]
+    assert Kept("page", Options(quick=False, results=tmp_path), "10 steps")("time: a", lambda: 9) == 3.0
 
 
 def test_under_a_cap_reversing_allows_the_largest_batch_at_any_depth(pages: Mapping[str, Path]) -> None:

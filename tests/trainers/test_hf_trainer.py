@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import retrograde as rg
 from retrograde.conversion import map_gradient_checkpointing
+from retrograde.engine.torch_internals import VERSION
 from trainer_models import Counting, Reversible, assert_same, converted_gpt2, state
 
 transformers = pytest.importorskip("transformers")
@@ -98,3 +100,47 @@ def test_mixed_precision_and_accumulated_gradients_train_bit_identical_parameter
         trainer(model, tmp_path / memory, save_strategy="no", bf16=True, gradient_accumulation_steps=2).train()
         ends.append(state(model))
     assert_same(ends[1], ends[0])
+
+
+class Compact(nn.Module):
+    """A model that compiles quickly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.stack = rg.ReversibleSequence([rg.two_stream(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)])
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.stack(self.embed(input_ids)).tanh())
+        return {"loss": nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+
+
+@pytest.mark.skipif(VERSION < (2, 13), reason='backend="retrograde" needs torch 2.13')
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script.* is deprecated:DeprecationWarning",  # torch's own, when it loads its compiler
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # the tracer looks at every attribute
+    "ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning",  # the tracer does
+)
+def test_a_model_that_was_compiled_in_place_trains_as_the_eager_one_does(tmp_path: Path) -> None:
+    from compiling import ByRule
+
+    ends, backend = [], ByRule()
+    for way in ("eager", "compiled"):
+        torch.manual_seed(0)
+        model = Compact()
+        if way == "compiled":
+            model.compile(backend=backend)  # as model.compile(backend="retrograde"), without a code generator
+        trainer(model, tmp_path / way, steps=3, save_strategy="no").train()
+        ends.append(state(model))
+    assert backend.graphs > 0
+    for ours, theirs in zip(ends[1].values(), ends[0].values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_accelerate_takes_no_backend_that_is_not_on_its_list() -> None:
+    """Which is why docs/compile.md says model.compile(); when this fails, torch_compile_backend works."""
+    from accelerate.utils import TorchDynamoPlugin
+
+    assert TorchDynamoPlugin(backend="inductor").backend == "INDUCTOR"
+    with pytest.raises(ValueError, match="RETROGRADE"):
+        TorchDynamoPlugin(backend="retrograde")

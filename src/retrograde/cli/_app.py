@@ -38,7 +38,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _retrograde(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version, and end.", callback=_print_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Train deep networks in activation memory that does not grow with depth."""

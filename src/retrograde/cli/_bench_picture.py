@@ -38,7 +38,8 @@ def legend(rows: Sequence[Row]) -> list[str]:
     modes = {mode.name: mode.description for mode in MODES.values()}
     words = {row.name: next((modes[name] for name in modes if row.name.split(",")[0] == name), "") for row in rows}
     lines = [f"{name}: {description}." for name, description in words.items() if description]
-    lines += [f"{row.name}: reverse, with streams on a grid: the same bits." for row in rows if "exact" in row.name]
+    lines += [f"{row.name}: like reverse, with bit-identical gradients." for row in rows if "exact" in row.name]
+    lines += ["Times are medians, as ratios to store; peaks are of everything that a training step allocates."]
     return ["", *lines, *(f"The plan: {row.plan}" for row in rows if row.name == PLAN)]
 
 

@@ -17,12 +17,12 @@ from retrograde.planning.on_paper import JobPlan, plan_on
 from ._ending import FAULT, draw, ending_on, fail, telling
 from ._measuring import progress_bar
 
-_PANEL = "For a machine that is not here"
+_PANEL = "For another machine"
 On = Annotated[
     str | None,
     typer.Option(
-        help="Plan for this device, without allocating anything: h100-80gb, another of its kind, 'this' for this "
-        "machine, or a JSON file that describes one.",
+        help="Plan for this device, without allocating anything: a known name such as h100-80gb, a100-80gb or "
+        "rtx-4090-24gb (a wrong name lists all), 'this' for this machine, or a JSON file that describes a device.",
         rich_help_panel=_PANEL,
         show_default=False,
     ),
@@ -30,25 +30,31 @@ On = Annotated[
 Ranks = Annotated[int, typer.Option(min=1, help="How many devices train together.", rich_help_panel=_PANEL)]
 Shard = Annotated[
     str | None,
-    typer.Option(help="ddp, fsdp2, hsdp, tensor or pipeline.", rich_help_panel=_PANEL, show_default=False),
+    typer.Option(
+        help="How the devices share the work: ddp, fsdp2, hsdp, tensor or pipeline.",
+        rich_help_panel=_PANEL,
+        show_default=False,
+    ),
 ]
 Optimizer = Annotated[
     str | None,
     typer.Option(
-        help="An optimiser of torch.optim.", rich_help_panel=_PANEL, show_default="that of the factory, or AdamW"
+        help="The name of an optimiser in torch.optim.",
+        rich_help_panel=_PANEL,
+        show_default="that of the factory, or AdamW",
     ),
 ]
 Fused = Annotated[
     bool, typer.Option("--fused", help="Step during the backward pass, as FusedOptimizer does.", rich_help_panel=_PANEL)
 ]
 Precision = Annotated[
-    str | None, typer.Option(help="bf16 or fp16: autocast.", rich_help_panel=_PANEL, show_default=False)
+    str | None, typer.Option(help="Train under autocast: bf16 or fp16.", rich_help_panel=_PANEL, show_default=False)
 ]
 MicroBatches = Annotated[
     int | None,
-    typer.Option(help="Of a pipeline's step.", rich_help_panel=_PANEL, show_default="4 per rank"),
+    typer.Option(help="Micro-batches per step of a pipeline.", rich_help_panel=_PANEL, show_default="4 per rank"),
 ]
-Stage = Annotated[int, typer.Option(min=0, help="Of a pipeline: which stage to plan.", rich_help_panel=_PANEL)]
+Stage = Annotated[int, typer.Option(min=0, help="The stage of a pipeline to plan.", rich_help_panel=_PANEL)]
 
 
 def plan_on_paper(

@@ -95,7 +95,7 @@ def _parse_recipe(text: str) -> Any:
 
     name, _, values = text.partition(":")
     recipe: Any = recipe_named(name)
-    options = [field.name for field in fields(recipe)]
+    options = [field.name for field in fields(recipe) if isinstance(field.default, float)]
     for part in filter(None, values.split(",")):
         key, _, value = part.partition("=")
         if key not in options:

@@ -42,8 +42,8 @@ def fit(
 ) -> None:
     """Find the largest batch, length or depth that trains under a memory limit.
 
-    The target names a function that takes the size to vary by name, and returns the model and a
-    batch, and optionally a loss and an optimiser. The file is run as Python, like any script:
+    The target names a function that has the size to vary as an argument, and returns the model, a
+    batch and, optionally, a loss and an optimiser. The file is run as Python, like any script:
 
         # my_model.py
         def make(batch=8, depth=12):
@@ -54,15 +54,15 @@ def fit(
         retrograde fit my_model.py:make --memory 8GiB --vary depth --mode store --mode reverse
         retrograde fit my_package.models:make --memory 500MB --json > fit.json
 
-    Every size is tried in a process of its own, which trains for two steps: with stored
-    activations, with checkpoints, and reversing, unless --mode names others. On the CPU the limit is
-    for the whole process, on an accelerator for its memory.
+    Every size is tried in a separate process, which trains for two steps: with stored activations,
+    with checkpoints, and with reverse, unless --mode names others. On the CPU the limit is for the
+    whole process, on an accelerator for its memory.
 
-    With --on, nothing is trained: every step is simulated for the device, and the sizes are predicted:
+    With --on, nothing is trained: every step is simulated for the device, and the sizes are predictions:
 
         retrograde fit my_model.py:make --on a100-80gb --ranks 8 --shard fsdp2
 
-    Exit status: 0 something fits; 1 nothing does, or a trial failed for another reason; 2 wrong usage.
+    Exit status: 0 at least one size fits; 1 none does, or a trial failed for another reason; 2 wrong usage.
     """
     modes = mode or _fit.DEFAULT_MODES
     options: dict[str, Any] = {"vary": vary, "low": low, "high": high, "multiple_of": multiple_of, "timeout": timeout}

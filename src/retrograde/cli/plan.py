@@ -26,7 +26,7 @@ def plan(
     budget: Annotated[
         str | None,
         typer.Option(
-            help="Bytes for a training step, such as 2GiB or 500MB; with --on, for everything that a device holds.",
+            help="Memory for a training step, such as 2GiB or 500MB; with --on, for all that a device has in memory.",
             show_default="with --on, its memory",
         ),
     ] = None,
@@ -47,12 +47,12 @@ def plan(
     micro_batches: MicroBatches = None,
     stage: Stage = 0,
 ) -> None:
-    """Find the fastest memory plan for a model's reversible stack that fits a byte budget.
+    """Find the fastest memory plan for a model's reversible stack that fits a memory budget.
 
-    Every kind of block is measured once in each memory mode, and so are whole steps. The fastest plan whose
-    predicted peak fits is printed, then run beside storing everything, checkpoints and reversing.
-    What needs more memory than is free is predicted and not run. The budget is for everything that a training
-    step allocates: activations and the parameters' gradients.
+    The command measures every kind of block once in each memory mode, and whole steps too. It prints the fastest plan
+    whose predicted peak fits, and compares it in real steps with storing everything, checkpoints and reversing.
+    A mode that needs more memory than is free is predicted and not run. The budget is for everything that a training
+    step allocates: activations and the gradients of the parameters.
 
         # my_model.py
         def make():
@@ -61,18 +61,18 @@ def plan(
         retrograde plan my_model.py:make --budget 2GiB
         retrograde plan my_model.py:make --budget 500MB --plot pareto.png --save plan.json
 
-    With --on, nothing is allocated and nothing is timed: bytes are counted without values, per rank, and times
-    come from a roofline of the device.
+    With --on, nothing is allocated or timed: the step is simulated, bytes are counted per rank, and times are estimated
+    from the device's peak compute and bandwidth (a roofline model).
 
         retrograde plan my_model.py:make --on h100-80gb --ranks 8 --shard fsdp2 --budget 70GiB
 
     In the training script: `stack.memory = rg.Plan.from_json(Path("plan.json").read_text())`.
 
-    The plan is chosen by counted work, so that the same model and batch give the same plan; times are measured. A plan
-    whose real step needs more than the budget is an error, and where prediction and measurement disagree, it says so.
+    The plan is chosen by counted work, so the same model and batch give the same plan; times are measured. If the real
+    step of a plan needs more than the budget, the command fails. It says where prediction and measurement disagree.
 
-    Exit status: 0 a plan fits, when it is run too; 1 none does (the smallest possible budget is named), or the model
-    has no stack, or makes NaN; 2 wrong usage.
+    Exit status: 0 a plan fits, also in a real step; 1 no plan fits (the smallest possible budget is named), or the
+    model has no stack, or produces NaN; 2 wrong usage.
     """
     job = {"ranks": ranks, "shard": shard, "optimizer": optimizer, "fused": fused, "precision": precision}
     if on is not None:
@@ -111,7 +111,7 @@ def plan(
 
 
 def _printable(text: str) -> str:
-    """The text, with a word in the place of the root sign if the terminal's encoding does not have it."""
+    """The text, with a word instead of the root sign if the terminal's encoding does not have it."""
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:

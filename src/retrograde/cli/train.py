@@ -19,8 +19,8 @@ from ._ending import FAULT, INTERRUPTED, WRONG_USAGE, fail
 
 def train(
     config: Annotated[Path | None, typer.Argument(help="The TOML file.", show_default=False)] = None,
-    example: Annotated[bool, typer.Option("--example", help="Print a configuration with all keys, and end.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Check configuration and data, and end.")] = False,
+    example: Annotated[bool, typer.Option("--example", help="Print a configuration with all keys and exit.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Check configuration and data and exit.")] = False,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="table.key=value", help="Override a value of the file.")
     ] = None,

@@ -26,6 +26,9 @@ BACKWARD = "must_be_in_backward"
 DECIDES = "retrograde_decides"
 """What is noted of a region in which values are saved, so that it cannot be called twice."""
 
+FIRST_OPERAND = 2
+"""The position of what a region is given among the arguments of a call: it comes after the region and its name."""
+
 SEEDS: Any = torch.ops.prims.inductor_seeds.default
 LOOKUP: Any = torch.ops.prims.inductor_lookup_seed.default
 _FROM_SEED = (
@@ -47,6 +50,11 @@ def is_backward(node: fx.Node) -> bool:
 def draws_from_seed(node: fx.Node) -> bool:
     """Whether a node gives the same random numbers whenever it is given the same seed."""
     return node.target in _FROM_SEED
+
+
+def is_operator(node: fx.Node) -> bool:
+    """Whether a node calls an operator of torch, or of a library: not Python, and no region."""
+    return isinstance(node.target, torch._ops.OpOverload)
 
 
 def cannot_repeat(node: fx.Node, module: fx.GraphModule) -> bool:
@@ -113,6 +121,12 @@ def called_region(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | Non
     return region
 
 
+def call_subgraph(graph: fx.Graph, name: str, operands: Sequence[fx.Node]) -> fx.Node:
+    """A call of the region that the graph's module has under this name."""
+    region = graph.create_node("get_attr", name)
+    return graph.call_function(invoke_subgraph, (region, name, *operands))
+
+
 def keep_asserts_forward(graph: fx.Graph) -> None:
     """Have assertions of the forward pass checked there alone; what they check is not to be saved for them."""
     for node in graph.nodes:
@@ -174,6 +188,19 @@ def without_donated_buffers() -> Any:
     Inductor takes the numbers of the saved tensors that a backward pass may overwrite for those of a region's inputs.
     """
     return functorch_config.patch(donated_buffer=False)
+
+
+def schemas_made_once() -> Any:
+    """A context in which a region is looked through once for inputs that it edits, and not again at each call."""
+    schemas: dict[str, Any] = {}
+    generate: Any = type(invoke_subgraph).gen_schema
+
+    def generate_once(self: Any, region: Any, name: str, *operands: Any) -> Any:
+        if name not in schemas:
+            schemas[name] = generate(self, region, name, *operands)
+        return schemas[name]
+
+    return mock.patch.object(type(invoke_subgraph), "gen_schema", generate_once)
 
 
 def inductor_backend(mode: str | None, options: dict[str, Any] | None) -> Any:

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .compiler_internals import all_called_regions, region_name, views_first_input
-
-_FIRST_OPERAND = 2  # after the region and its name
+from .compiler_internals import FIRST_OPERAND, all_called_regions, region_name, sort_nodes, views_first_input
 
 
 def undo_aliases(module: fx.GraphModule) -> None:
@@ -30,6 +28,7 @@ def undo_aliases(module: fx.GraphModule) -> None:
             separated.add(name)
         _reroute(module.graph, call, region)
     if separated:
+        sort_nodes(module.graph)  # the tensor of which a view is made may be read from a call after the view is
         module.recompile()
 
 
@@ -82,7 +81,7 @@ def _reroute(graph: fx.Graph, call: fx.Node, region: fx.GraphModule) -> None:
     """Read what a call returns of its inputs, or twice, from where it came."""
     values = _outputs(region)
     inputs = region.graph.find_nodes(op="placeholder")
-    sources: dict[fx.Node, Any] = dict(zip(inputs, call.args[_FIRST_OPERAND:], strict=True))
+    sources: dict[fx.Node, Any] = dict(zip(inputs, call.args[FIRST_OPERAND:], strict=True))
     items: dict[Any, fx.Node] = {user.args[1]: user for user in call.users if user.target is operator.getitem}
     for i, item in sorted(items.items()):
         value = values[i]

@@ -21,11 +21,14 @@ _REGION: list[Any] = []
 
 def call_region(branch: Any, inputs: list[Any], kwargs: dict[str, Any]) -> Any:
     """Run a branch as a region: equal ones are traced and compiled once. `fits_region` is asked before."""
-    return _REGION[0](branch, inputs, kwargs)
+    return _REGION[0](branch, ",".join(kwargs), *inputs, *kwargs.values())
 
 
-def _call_branch(branch: Any, inputs: list[Any], kwargs: dict[str, Any]) -> Any:
-    return branch(*inputs, **kwargs)
+def _call_branch(branch: Any, names: str, *values: Any) -> Any:
+    """Call a branch. The names of the last values are one string: the tracer is slow with anything nested."""
+    by_name = names.split(",") if names else []
+    inputs = values[: len(values) - len(by_name)]
+    return branch(*inputs, **dict(zip(by_name, values[len(inputs) :], strict=True)))
 
 
 @constant_when_traced

@@ -4,11 +4,11 @@ NOTE [The rule]
  AOTAutograd traces the forward and the backward pass into one functional graph, and a partitioner cuts it in two.
  Before that, this file changes which values the backward half reads. A stack was traced as ordinary code with marks
  in it (`engine/graph_marks.py`): START where a segment of blocks begins, STEP after each step that is to be inverted,
- with the inverse written beside it, SAVED on what is saved.
+ with the inverse written beside it, SAVED on what is saved, END on the streams after the stack.
 
  1. A stream that a later STEP updates is not saved. The steps are walked from last to first: the inverse that
     stands beside a STEP is copied into the backward half, applied to the stream after the step, which is known by then.
- 2. A stream that no later STEP updates is saved: the last ones of a segment. So is all that is behind SAVED.
+ 2. A stream that no later STEP updates is saved: the last ones of a segment. So is all that is behind SAVED or END.
  3. A stream behind START of the kind "checkpoint" is saved, and counts as another value in the backward half.
  4. Every value that depends on a stream which is not saved is copied into the backward half when it is read there.
     What does not depend on one is none of our business: it is saved or recomputed as torch decides. So the step that

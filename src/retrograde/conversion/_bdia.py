@@ -42,7 +42,11 @@ class SignedHalf(ExactCoupling, SideBitCoupling):
     def combine(self, target: Tensor, update: tuple[Tensor, Tensor]) -> Tensor:
         sign, rest = update
         grid = self.grid(target.dtype)
-        halved: Tensor = _Halved.apply(target, sign, grid.spacing)  # type: ignore[no-untyped-call]
+        if torch.compiler.is_compiling():  # no compiler traces a function with a rule for forward-mode differentiation
+            half = target * (sign / 2)
+            halved = half + (_half_on_grid(target, sign, grid.spacing) - half).detach()  # exact: half a spacing, or 0
+        else:
+            halved = _Halved.apply(target, sign, grid.spacing)  # type: ignore[no-untyped-call]
         return halved + grid.round(rest)
 
     def side_bits(self, target: Tensor) -> Tensor:
@@ -60,6 +64,10 @@ class SignedHalf(ExactCoupling, SideBitCoupling):
         return halves * 2 + odd * grid.spacing
 
 
+def _half_on_grid(stream: Tensor, sign: Tensor, spacing: float) -> Tensor:
+    return stream.mul(0.5 / spacing).floor_().mul_(spacing).mul_(sign).add_(0.0)  # no -0.0
+
+
 class _Halved(torch.autograd.Function):
     """`sign * stream / 2`, the half rounded down to the grid, with the gradient of the multiplication.
 
@@ -68,7 +76,7 @@ class _Halved(torch.autograd.Function):
 
     @staticmethod
     def forward(stream: Tensor, sign: Tensor, spacing: float) -> Tensor:
-        return stream.mul(0.5 / spacing).floor_().mul_(spacing).mul_(sign).add_(0.0)  # no -0.0
+        return _half_on_grid(stream, sign, spacing)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from retrograde.compiled.traced_run import run_recomputed
 from retrograde.engine.run import Segment, run_blocks
+from retrograde.memory import SELECTIVE_CHECKPOINT
 
 from ._caches import with_own_caches
 from ._recipes import waiting_for_output
@@ -31,6 +33,11 @@ def run_layer(stack: ConvertedStack, index: int, hidden: Tensor, arguments: dict
     check_not_partitioned(stack, original.layer)
     if mode.make_tape is None:
         return original(hidden, with_own_caches(arguments))
+    if stack.is_traced:
+        (step,) = stack[index].each_step()
+        return run_recomputed(
+            hidden, lambda x: original(x, with_own_caches(arguments)), step if mode is SELECTIVE_CHECKPOINT else None
+        )
     context = {"calls": (arguments,), "which": (0,) * len(stack), "dtype": hidden.dtype}
     segments, outputs = [Segment(mode.make_tape, (index,))], waiting_for_output()
     run_blocks(list(stack), stack.names, segments, (hidden,), context, keep_last_graph=False, placements={})

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from retrograde.engine.exactness import make_exact
+from retrograde.engine.graph_marks import is_traced
 from retrograde.engine.run import outside_compiled_graphs
 from retrograde.memory import Memory
 from retrograde.sequence import ReversibleSequence
@@ -96,6 +97,7 @@ class ConvertedStack(ReversibleSequence):
         )
         self.place = LayerList(place.path, [])  # the layers are in `originals`
         self.recipe = recipe
+        self.keeps_last_graph = recipe.has_inverse  # see `_layer_run.py`
         self.originals = originals
         self.branches: Branches = branches
         self.route: Literal["rewired", "original"] = "rewired"
@@ -115,6 +117,11 @@ class ConvertedStack(ReversibleSequence):
     def is_observed(self) -> bool:
         """Whether a tool looks into the calls."""
         return self._observer is not None
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether the layers become part of a graph that backend="retrograde" compiles."""
+        return self._goes_into_graph(self.memory)
 
     def _parts_of_blocks(self) -> list[list[Any]]:
         """For each block its layer, or its layer's two sublayers."""
@@ -157,17 +164,24 @@ class ConvertedStack(ReversibleSequence):
             make_exact(list(self), bits)
         self._checked = set()
 
-    @outside_compiled_graphs
     def finish(self, pending: Pending) -> Tensor:
         """Run the stack for a model that has called all of its layers."""
-        hidden, calls = pending.hidden, pending.calls
+        if is_traced() and (self._is_split_checked or self.parts == "layers"):
+            return self._run_layers(pending.hidden, pending.calls)
+        return self._run_outside(pending.hidden, pending.calls)
+
+    @outside_compiled_graphs
+    def _run_outside(self, hidden: Tensor, calls: tuple[dict[str, Any], ...]) -> Tensor:
+        if not self._is_split_checked:
+            self._check_split(hidden, calls)
+            self._is_split_checked = True
+        return self._run_layers(hidden, calls)
+
+    def _run_layers(self, hidden: Tensor, calls: tuple[dict[str, Any], ...]) -> Tensor:
         if torch.is_grad_enabled():
             calls = tuple(self.training_arguments(call) for call in calls)
         distinct: list[dict[str, Any]] = []
         which = tuple(_index_among(call, distinct) for call in calls)
-        if not self._is_split_checked:
-            self._check_split(hidden, calls)
-            self._is_split_checked = True
         context = {"calls": tuple(distinct), "which": which, "dtype": hidden.dtype}
         output = self(hidden if hidden.dtype in GRID_DTYPES or not self.exact else hidden.float(), **context)
         assert isinstance(output, Tensor)
@@ -240,8 +254,10 @@ def _forward(stack: ConvertedStack, index: int, /, *args: Any, **kwargs: Any) ->
         if before is None or before.stack is not stack or len(before.calls) != index:
             raise _not_in_a_row(index)
         pending = Pending(stack, before.hidden, (*before.calls, arguments), before.trial_output)
+        before.trial_output = None  # the model still holds what has `before`
     form = _return_form(stack, index, pending)
     if index + 1 == len(stack.originals):
+        pending.trial_output = None
         return form.around(stack.finish(pending), arguments)
     states = placeholder(pending.hidden, pending.hidden.shape, _why_no_states(stack, index))
     states.retrograde_pending = pending  # type: ignore[attr-defined]

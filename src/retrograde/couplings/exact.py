@@ -61,4 +61,9 @@ class Exact(ExactCoupling):
             update = update.to(stream.dtype)
         rounder: Tensor = self._rounders[stream.dtype]  # type: ignore[attr-defined]
         rounded = update + rounder
-        return rounded - rounder if rounded.requires_grad else rounded.sub_(rounder)  # autograd makes edits expensive
+        if not rounded.requires_grad:
+            return rounded.sub_(rounder)
+        if torch.compiler.is_compiling():
+            return rounded - rounder
+        rounded.detach().sub_(rounder)  # a constant: nothing that autograd has to know, nor has it saved this tensor
+        return rounded

@@ -59,10 +59,10 @@ def _own(mode: ModeProfile) -> tuple[str, str]:
     direction, _, place = mode.where.partition(", ")
     operators = next((part.operators for part in mode.parts if part.kind in (OWN, SAVED)), ())
     return (
-        f"The peak is one block's own step and its streams, {place} going {direction} "
+        f"The peak is one block's own step and its streams, in the {direction} pass of {place} "
         f"({_of_peak(mode, OWN, SAVED)}; most of it from {', '.join(operators)}).",
-        f"{_growth(mode)} A wide branch can run a part at a time: retrograde.models.ChunkedFeedForward; or make the "
-        "batch smaller.",
+        f"{_growth(mode)} Run a wide branch in chunks (retrograde.models.ChunkedFeedForward), or make the batch "
+        "smaller.",
     )
 
 
@@ -72,15 +72,15 @@ def _after(mode: ModeProfile, output: Output | None) -> tuple[str, str]:
         shape = " × ".join(map(str, output[0]))
         flat = " More blocks would cost nothing." if _is_flat(mode) and mode.peak > 2 * largest else ""
         return (
-            f"The peak is the output ({shape}, {format_bytes(output[1])}) and what the loss makes of it "
+            f"The peak is the output ({shape}, {format_bytes(output[1])}) and what the loss computes from it "
             f"({_of_peak(mode, AFTER)}), not the blocks.",
-            "If these are logits, compute the loss a part at a time: retrograde.models.chunked_cross_entropy takes the "
+            "If these are logits, compute the loss in chunks: retrograde.models.chunked_cross_entropy takes the "
             f"hidden states and the head's weight.{flat}",
         )
     return (
         f"The peak is what comes after the blocks, head and loss ({_of_peak(mode, AFTER)}), not the blocks.",
-        "Compute the head and the loss a part at a time (retrograde.models.chunked_cross_entropy), or put them into "
-        "a checkpoint.",
+        "Compute the head and the loss in chunks (retrograde.models.chunked_cross_entropy), or put them into a "
+        "checkpoint.",
     )
 
 

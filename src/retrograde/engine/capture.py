@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -12,15 +11,16 @@ from torch import Tensor
 
 from .saved_streams import edited_in_place
 from .step_record import StepRecord
+from .torch_internals import last_graphs
 
-_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
+signature = attrgetter("shape", "dtype")
+"""What of a saved tensor is the same in every run. To another device autograd itself objects."""
 
 
 class StopReplay(BaseException):
     """Ends a replay as soon as all that was asked for is there. Not an Exception: no branch is to catch it."""
 
 
-@dataclass(slots=True)
 class Capture:
     """The tensors that a replay saves, to be handed to autograd in the place of those that the first run saved.
 
@@ -31,26 +31,29 @@ class Capture:
         is_reread: whether tensors stay after they were handed out: a node reads its saved tensors a second time.
     """
 
-    index: int
-    first: int
-    end: int
-    record: StepRecord
-    stop_at: int = -1
-    is_reread: bool = False
-    tensors: list[Any] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    stop_at = -1
+    is_reread = False
+
+    def __init__(self, index: int, first: int, record: StepRecord) -> None:
+        self.index = index
+        self.first = first
+        self.end = first + len(record.versions)
+        self.record = record
+        self.tensors: list[Any] = []
+        self.versions: list[int] = []
 
     def unpack(self, position: int) -> Tensor:
         """For a branch that differentiates in its forward."""
         return unedited(self.tensors[position], self.versions[position])
 
     def check(self, recomputed: Sequence[Tensor]) -> None:
-        """Raise if the replay saved other tensors (rule 6), or somebody edited one in between.
-
-        Shape and dtype are compared; to another device autograd itself objects.
-        """
+        """Raise if the replay saved other tensors (rule 6), or somebody edited one in between."""
         tensors, record = self.tensors, self.record
-        if [list(map(_shape, tensors)), list(map(_dtype, tensors))] != record.saved:
+        saves_others = list(map(signature, tensors)) != record.saved
+        may_differ = record.graphs and (saves_others or record.bound.step.exact)
+        if may_differ and record.graphs != last_graphs(record.cached.compiled):
+            raise another_graph(record)
+        if saves_others:
             raise replay_mismatch(record, self._difference())
         ours = (*recomputed, *record.state.introduced)  # whose versions start anew
         for tensor, now, then in zip(tensors, self.versions, record.versions, strict=True):
@@ -58,14 +61,14 @@ class Capture:
                 raise edited_in_place(f"a tensor of shape {tuple(tensor.shape)} that {record.bound.step.name} uses")
 
     def _difference(self) -> str:
-        tensors, (shapes, dtypes) = self.tensors, self.record.saved
-        for i, (tensor, shape, dtype) in enumerate(zip(tensors, shapes, dtypes, strict=False)):
+        tensors, saved = self.tensors, self.record.saved
+        for i, (tensor, (shape, dtype)) in enumerate(zip(tensors, saved, strict=False)):
             if tensor.shape != shape or tensor.dtype != dtype:
                 return (
                     f"saved another tensor at position {i} than its first run: {tuple(tensor.shape)} {tensor.dtype} "
                     f"for {tuple(shape)} {dtype}"
                 )
-        return f"saved {len(tensors)} tensors, where its first run saved {len(shapes)}"
+        return f"saved {len(tensors)} tensors, where its first run saved {len(saved)}"
 
 
 def unedited(tensor: Tensor, expected: int) -> Tensor:
@@ -83,6 +86,17 @@ def replay_mismatch(record: StepRecord, difference: str) -> RuntimeError:
         "control flow that depends on either. If it decides by comparing (top-k routing), rounding in a recomputed "
         "stream may have flipped a decision: retrograde.decide() reuses the first one, memory='checkpoint' recomputes "
         "without rounding. retrograde.is_replaying() tells the runs apart, and memory='store' avoids the replay."
+    )
+
+
+def another_graph(record: StepRecord) -> RuntimeError:
+    """The error for a compiled part of a branch that ran another graph in the replay, with other bits."""
+    return RuntimeError(
+        f"The replay of {record.bound.step.name} in block {record.index} ran another compiled graph than its first "
+        "run, whose bits may differ: since then, a call with another sequence length had the compiler make a graph "
+        "for any length, which it prefers from then on. Compile the branch with torch.compile(..., dynamic=True), "
+        "which makes this graph at once; or call the backward pass before the next length; or compile the whole "
+        'model with torch.compile(model, backend="retrograde").'
     )
 
 

@@ -54,13 +54,15 @@ class CheckpointTape(Tape):
         last = max(i for i, record in enumerate(self.records) if record.versions)
         for i, record in enumerate(self.records[: last + 1]):
             traits = record.cached.traits
-            first, saves = self.first_handles[i], len(record.versions)
-            may_stop = i == last and traits.may_stop and self.call.observer is None
-            saved = _Saved(record) if i == last and not may_stop else []
-            captures.append(Capture(i, first, first + saves, record, saves if may_stop else -1, tensors=saved))
-            streams = self.redo(record, streams, captures[-1])
-            if isinstance(saved, _Saved):  # seen to repeat to its end
-                traits.may_stop = saved.was_filled()
+            capture = Capture(i, self.first_handles[i], record)
+            if i == last and traits.may_stop and self.call.observer is None:
+                capture.stop_at = len(record.versions)
+            elif i == last:
+                capture.tensors = _Saved(record)
+            captures.append(capture)
+            streams = self.redo(record, streams, capture)
+            if isinstance(capture.tensors, _Saved):  # seen to repeat to its end
+                traits.may_stop = capture.tensors.was_filled()
         return captures
 
 

@@ -113,8 +113,8 @@ def grid_placements(
 
     All of them before the first exact block, and later those that a step replaced.
     """
-    steps = [(i, bound) for i in running for bound in blocks[i].bound_steps(names)]
-    if not any(bound.step.exact for _, bound in steps):
+    lists = [blocks[i]._modules["steps"]._modules for i in running]  # type: ignore[union-attr]  # a shorter search
+    if not any(step.exact for steps in lists for step in steps.values()):  # type: ignore[union-attr]
         return {}
     off_grid = set(range(len(names)))
     placements: dict[int, list[tuple[int, Step]]] = {}

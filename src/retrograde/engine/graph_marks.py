@@ -17,6 +17,7 @@ _LIBRARY = torch.library.Library("retrograde", "DEF")
 _LIBRARY.define("start(Tensor stream, str kind, int depth) -> Tensor")
 _LIBRARY.define("step(Tensor combined, Tensor target, Tensor rebuilt, str name, int depth) -> Tensor")
 _LIBRARY.define("saved(Tensor value, int depth) -> Tensor")
+_LIBRARY.define("end(Tensor stream, bool exact, int depth) -> Tensor")
 _LIBRARY.define("source(Tensor stream, str[] save_ops, int depth) -> Tensor")
 
 
@@ -32,7 +33,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return (grad, *([None] * ctx.others))
 
 
-for _name in ("start", "step", "saved", "source"):
+for _name in ("start", "step", "saved", "end", "source"):
     _LIBRARY.impl(_name, _same, "CompositeExplicitAutograd")
     torch.library.register_autograd(f"retrograde::{_name}", _backward, setup_context=_setup, lib=_LIBRARY)
 
@@ -43,12 +44,15 @@ STEP: Any = torch.ops.retrograde.step.default
 """A stream after a step: with the stream before it, and that stream as the inverse gives it."""
 
 SAVED: Any = torch.ops.retrograde.saved.default
-"""A value that is saved for the backward pass: the streams after a stack, side bits, decisions."""
+"""A value that is saved for the backward pass: hidden states, side bits, decisions."""
+
+END: Any = torch.ops.retrograde.end.default
+"""A stream after a stack, saved too; "exact" if a step of the stack works on a grid."""
 
 SOURCE: Any = torch.ops.retrograde.source.default
 """A stream as a branch reads it of which the results of some operators are saved."""
 
-MARKS = (START, STEP, SAVED, SOURCE)
+MARKS = (START, STEP, SAVED, END, SOURCE)
 
 _ENTERED: list[None] = []
 

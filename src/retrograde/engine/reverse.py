@@ -73,8 +73,8 @@ class ReverseTape(Tape):
             self._position += 1
         while self._position > index + 1:
             self._undo(None)
-        record, first = self.records[index], self.first_handles[index]
-        capture = Capture(index, first, first + len(record.versions), record)
+        record = self.records[index]
+        capture = Capture(index, self.first_handles[index], record)
         if self._position == index:  # its input is at hand: run it once more
             self.redo(record, self._state, capture)
         else:

@@ -195,7 +195,7 @@ def _untaped_runner(
     """How the steps of a block run without a tape: in a call without tapes, or because the block stores."""
     if call is not None:
         return functools.partial(_run_stored, call)
-    if observer is None and not is_exact:
+    if observer is None and not is_exact and not torch.compiler.is_compiling():
         return _run_plain
     return functools.partial(_run_each, functools.partial(run_plainly, observer, ranges))
 
@@ -203,16 +203,28 @@ def _untaped_runner(
 def _run_plain(
     index: int, steps: Sequence[BoundStep], streams: Streams, context: Mapping[str, Any]
 ) -> tuple[Streams, tuple[Tensor, ...]]:
+    """Run steps of which nothing will be replayed: their branches and couplings, and what checks their results."""
     losses: tuple[Tensor, ...] = ()
     try:
         for bound in steps:
-            step = bound.step  # for the error
-            streams, aux = run_step(bound, streams, context)
+            step, settings = bound.step, bound.step.__dict__  # an attribute of a module is found after a longer search
+            branch = settings["_modules"].get("branch")
+            if branch is None or context or settings["compute"] is not None or settings["reads"] != "each":
+                streams, aux = run_step(bound, streams, context)
+            else:
+                sources = list(map(streams.__getitem__, bound.sources))
+                before = versions(sources)
+                result = branch(*sources)
+                if versions(sources) != before:
+                    raise step.edited_source()
+                update, aux = (result, None) if settings["aux"] == "none" else step.split_aux(result)
+                target = bound.target
+                after = step.combine(streams[target], update)
+                streams = (*streams[:target], after, *streams[target + 1 :])
             if aux is not None:
                 losses = (*losses, aux)
     except Exception as error:
-        if not torch.compiler.is_compiling():
-            explain(error, index, step, streams)
+        explain(error, index, step, streams)
         raise
     return streams, losses
 

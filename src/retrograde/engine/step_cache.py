@@ -17,7 +17,7 @@ from retrograde.network.streams import Streams
 from .branch_state import BranchState
 from .branch_traits import BranchTraits
 from .module_state import ModuleSnapshot
-from .torch_internals import casts_inputs_once
+from .torch_internals import casts_inputs_once, compiled_code
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -28,9 +28,10 @@ class CachedReplay:
     The step keeps it, so it does not keep the step: a model is freed when the last reference to it goes.
     """
 
-    __slots__ = ("coupling", "is_steady", "requires", "state", "stride", "target", "traits")
+    __slots__ = ("compiled", "coupling", "is_steady", "requires", "state", "stride", "target", "traits")
 
     def __init__(self, bound: BoundStep, streams: Streams, state: BranchState, traits: BranchTraits) -> None:
+        self.compiled = compiled_code(state.branch)  # of a branch that the user compiled: one inside it need not run
         self.coupling = bound.step.coupling
         self.target = bound.target
         self.requires = list(map(_requires_grad, streams))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -27,9 +26,8 @@ class RetainedStep:
         self.after = after.detach()
 
 
-@dataclass(slots=True)
 class StepRecord:
-    """The first run of one step.
+    """The first run of one step. What most steps do not have is in the class, and not written for each of them.
 
     Attributes:
         weights: the versions of the branch's parameters before the run.
@@ -38,22 +36,28 @@ class StepRecord:
         same: sources and context that were one tensor with a source before them.
         context: the context as the branch got it, if it may change.
         side_bits: what the coupling forgets of its target.
+        graphs: which graphs ran, of parts that the user compiled.
         is_selective: whether the first run was to save results for the replay; `saved_results` has them.
     """
 
-    block: Block
-    index: int
-    bound: BoundStep
-    cached: CachedReplay
-    state: BranchState
-    weights: list[int]
     versions: Sequence[int] = ()
     saved: Any = None
-    branch_saves: int = 0
+    branch_saves = 0
     same: Sequence[tuple[int | str, int]] = ()
     context: RecordedContext | None = None
     side_bits: Tensor | None = None
     decisions: list[tuple[Tensor, int]] | None = None
-    is_selective: bool = False
+    graphs: Sequence[int] = ()
+    is_selective = False
     saved_results: AbstractContextManager[Any] | None = None
     retained: RetainedStep | None = None
+
+    def __init__(
+        self, block: Block, index: int, bound: BoundStep, cached: CachedReplay, state: BranchState, weights: list[int]
+    ) -> None:
+        self.block = block
+        self.index = index
+        self.bound = bound
+        self.cached = cached
+        self.state = state
+        self.weights = weights

@@ -6,7 +6,6 @@ All that runs for a step in a steady training call is here, but for its branch, 
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,14 +18,22 @@ from torch import Tensor
 from retrograde.network.block import BoundStep
 from retrograde.network.streams import Streams
 
-from .call import Call, CallEnvironment, leaf
-from .capture import Capture, StopReplay
+from .call import Call, leaf
+from .capture import Capture, StopReplay, signature
 from .decisions import Decisions, deciding_as_before
 from .replaying import REPLAYS
 from .selective import reusing_results, run_saving_results
 from .step_cache import cache_of
 from .step_record import RetainedStep, StepRecord
-from .torch_internals import current_graph_task, never_compiled, pop_hooks, push_hooks, set_grad_enabled
+from .torch_internals import (
+    cpu_rng_memory,
+    current_graph_task,
+    last_graphs,
+    never_compiled,
+    pop_hooks,
+    push_hooks,
+    set_grad_enabled,
+)
 from .unusual_runs import as_in_first_run, explain, note_inputs, observed, replay_in_block, run_unrecorded
 
 if TYPE_CHECKING:
@@ -34,9 +41,7 @@ if TYPE_CHECKING:
 
 Direction = Literal["undo", "redo"]
 
-_requires_grad, _version, _shape, _dtype = map(attrgetter, ("requires_grad", "_version", "shape", "dtype"))
-_read_cpu_rng = torch.default_generator.get_state
-_RngState = ctypes.c_char * _read_cpu_rng().numel()
+_requires_grad, _version = attrgetter("requires_grad"), attrgetter("_version")
 
 
 def run_steps(
@@ -54,8 +59,7 @@ def run_steps(
             tape.call.environment.check_global_rng()
             streams, aux = run_unrecorded(tape.call, tape.index, bound, streams, context)
         tape.streams = streams
-        if aux is not None:
-            losses = (*losses, aux)
+        losses = losses if aux is None else (*losses, aux)
     return streams, losses
 
 
@@ -64,32 +68,33 @@ def first_run(  # noqa: C901  # one function, so that it is read from top to bot
 ) -> tuple[Streams, Tensor | None]:
     """Run one step for the first time, with handles in the place of what autograd saves."""
     call, saved, saved_versions = tape.call, tape.pending, tape.pending_versions
-    step, target = bound.step, streams[bound.target]
+    step, position, target = bound.step, bound.target, streams[bound.target]
+    own = step.__dict__  # any attribute of a module, and its branch most of all, is found after a longer search
     if saved:
         tape.flush()
-    cache = step.cache or cache_of(step)
-    cached = cache.replay
+    cache = own["cache"] or cache_of(step)
+    cached, coupling = cache.replay, step.coupling  # which may be a module
     if (
         cached is None
-        or cached.state.branch is not step._modules.get("branch")  # by `step.branch` it is found after a long search
-        or cached.coupling is not step.coupling
-        or cached.target != bound.target
+        or cached.state.branch is not own["_modules"].get("branch")
+        or cached.coupling is not coupling
+        or cached.target != position
         or cached.stride != target.stride()
         or cached.requires != list(map(_requires_grad, streams))
         or not cached.state.snapshot.is_current()
     ):
         cached = cache.look(bound, streams)
-    state, traits, decisions = cached.state, cached.traits, tape.decisions
-    weights = list(map(_version, state.snapshot.tracked))
+    state, traits, decisions, around = cached.state, cached.traits, tape.decisions, call.environment
+    weights = list(map(_version, tracked := state.snapshot.tracked))
     record = StepRecord(tape.block, tape.index, bound, cached, state, weights)
     is_steady = cached.is_steady
     call.open_decisions.append(decisions)
     try:
         if not is_steady:
-            state.begin(call.environment, traits)
+            state.begin(around, traits)
         sources = list(map(streams.__getitem__, bound.sources))
-        inputs = sources if step.reads == "each" and step.compute is None else step.branch_inputs(sources)
-        kwargs = step.takes.select(context) if context else {}
+        inputs = sources if own["reads"] == "each" and own["compute"] is None else step.branch_inputs(sources)
+        kwargs = own["takes"].select(context) if context else {}
         if kwargs or len(sources) > 1:
             note_inputs(record, call, sources, kwargs, context)
         versions = list(map(_version, sources))
@@ -97,26 +102,32 @@ def first_run(  # noqa: C901  # one function, so that it is read from top to bot
         result = run_saving_results(record, run, inputs, kwargs) if tape.is_selective else run(*inputs, **kwargs)
         if list(map(_version, sources)) != versions:
             raise step.edited_source()
-        update, aux = (result, None) if step.aux == "none" else step.split_aux(result)
+        update, aux = (result, None) if own["aux"] == "none" else step.split_aux(result)
         can_replay = True
         if not is_steady:
-            can_replay = state.end(call.environment, traits, weights)
+            can_replay = state.end(around, traits, weights)
             cache.keep(cached, can_replay=can_replay)
-        elif drew(call.environment) or list(map(_version, state.snapshot.tracked)) != weights:
+        elif (cpu_rng_memory() != around.cpu_memory and around.drew()) or list(map(_version, tracked)) != weights:
             cache.replay = None  # it drew or edited for the first time; other records share `cached`, which stays
-            record.state = cache.branch_state(state.branch, step.coupling)
-            can_replay = record.state.end(call.environment, traits, weights)
+            record.state = cache.branch_state(state.branch, coupling)
+            can_replay = record.state.end(around, traits, weights)
+        record.graphs = last_graphs(cached.compiled) if cached.compiled else ()
         record.branch_saves = len(saved)
-        if not (step.takes_same_shape and isinstance(update, Tensor) and update.shape == target.shape):
+        shape = target.shape
+        if not (own["takes_same_shape"] and isinstance(update, Tensor) and update.shape == shape):
             step.check_update(target, update)
-        after: Tensor = step.coupling.combine(target, update)
-        if step.invertible and (after.shape != target.shape or after.dtype != target.dtype):
+        after: Tensor = coupling.combine(target, update)
+        if own["invertible"] and (after.shape != shape or after.dtype != target.dtype):
             step.check_combined(target, after)
-        if step.exact and after.numel():
-            bounds = torch.aminmax(after.detach()) if not step.has_own_range else step.coupling.bounds(target, after)
+        if own["exact"] and after.numel():
+            set_grad_enabled(False)
+            try:
+                bounds = torch.aminmax(after) if not step.has_own_range else coupling.bounds(target, after)
+            finally:
+                set_grad_enabled(True)
             call.ranges.append((tape.index, step, *bounds))
         record.versions = saved_versions.copy()
-        record.saved = [list(map(_shape, saved)), list(map(_dtype, saved))]
+        record.saved = list(map(signature, saved))
         if record.saved == cache.saved:
             record.saved = cache.saved  # one list for all calls: thousands would keep the garbage collector busy
         cache.saved = record.saved
@@ -124,7 +135,7 @@ def first_run(  # noqa: C901  # one function, so that it is read from top to bot
             record.decisions, tape.decisions = decisions.taken, Decisions()
         if not can_replay:
             record.retained = RetainedStep(saved, target, after)
-        if step.has_side_bits or not traits.verified:
+        if own["has_side_bits"] or not traits.verified:
             tape.verify(record, target, update)
     except Exception as error:
         explain(error, tape.index, step, streams)
@@ -139,7 +150,7 @@ def first_run(  # noqa: C901  # one function, so that it is read from top to bot
         saved_versions.clear()
     tape.records.append(record)
     tape.first_handles.append(first)
-    return (*streams[: bound.target], after, *streams[bound.target + 1 :]), aux
+    return (*streams[:position], after, *streams[position + 1 :]), aux
 
 
 def replay(record: StepRecord, streams: Streams, call: Call, capture: Capture | None, direction: Direction) -> Tensor:
@@ -164,7 +175,8 @@ def replay(record: StepRecord, streams: Streams, call: Call, capture: Capture | 
         inference.__enter__()
     set_grad_enabled(True)
     try:
-        if is_plain and not record.block._forward_pre_hooks and not record.block._forward_hooks:
+        block = record.block.__dict__
+        if is_plain and not block["_forward_pre_hooks"] and not block["_forward_hooks"]:
             stream = replay_branch(record, starts, context, call, capture, direction)
         else:
             stream = replay_in_block(replay_branch, record, starts, context, call, capture, direction)
@@ -175,11 +187,10 @@ def replay(record: StepRecord, streams: Streams, call: Call, capture: Capture | 
         if inference is not None:
             inference.__exit__(None, None, None)
         set_grad_enabled(grad_enabled)
-    if capture is not None and (
-        capture.versions != record.versions
-        or [list(map(_shape, capture.tensors)), list(map(_dtype, capture.tensors))] != record.saved
-    ):
-        capture.check((*starts, stream))
+    if capture is not None:
+        is_same = not record.graphs and capture.versions == record.versions
+        if not (is_same and list(map(signature, capture.tensors)) == record.saved):
+            capture.check((*starts, stream))
     return stream
 
 
@@ -193,15 +204,16 @@ def replay_branch(
 ) -> Tensor:
     """The part of a replay that runs the branch and the coupling, in the state of the first run."""
     step, state, bound, cached = record.bound.step, record.state, record.bound, record.cached
+    own = step.__dict__
     sources = list(map(streams.__getitem__, bound.sources))
     context = context if record.context is None else record.context.rebuilt()
-    kwargs = step.takes.select(context) if context else {}
+    kwargs = own["takes"].select(context) if context else {}
     for place, i in record.same:
         if isinstance(place, int):
             sources[place] = sources[i]
         else:
             kwargs[place] = sources[i]
-    inputs = sources if step.reads == "each" and step.compute is None else step.branch_inputs(sources)
+    inputs = sources if own["reads"] == "each" and own["compute"] is None else step.branch_inputs(sources)
     run = state.branch if call.observer is None else observed(call.observer, record, sources, is_replay=True)
     if (
         cached.is_steady
@@ -211,16 +223,15 @@ def replay_branch(
         and list(map(_version, state.snapshot.tracked)) == record.weights
         and state.snapshot.is_current()
     ):
-        return couple_again(
-            record, streams[bound.target], run_captured(capture, run, *inputs, **kwargs), capture, direction
-        )
+        result = run_captured(capture, run, inputs, kwargs)
+        return couple_again(record, streams[bound.target], result, capture, direction)
     with as_in_first_run(record):
         with ExitStack() as inside:
             if record.is_selective:
                 inside.enter_context(reusing_results(record))
             if record.decisions is not None:
                 inside.enter_context(deciding_as_before(record.decisions))
-            result = run_captured(capture, run, *inputs, **kwargs)
+            result = run_captured(capture, run, inputs, kwargs)
         state.check_draws()
         return couple_again(record, streams[bound.target], result, capture, direction)
 
@@ -233,22 +244,20 @@ def couple_again(
     requires = record.cached.requires[record.bound.target]
     update = result if record.bound.step.aux == "none" else result[0]
     if direction == "redo":
-        combined: Tensor = run_captured(capture, coupling.combine, leaf(stream, requires), update)
+        combined: Tensor = run_captured(capture, coupling.combine, (leaf(stream, requires), update), {})
         return combined.detach()
-    set_grad_enabled(False)
-    try:
-        side_bits = () if record.side_bits is None else (record.side_bits,)
-        before: Tensor = coupling.separate(stream, update, *side_bits)
-        if before.stride() != stride:  # kernels give other bits for another memory layout
-            before = torch.empty_strided(before.shape, stride, dtype=before.dtype, device=before.device).copy_(before)
-    finally:
-        set_grad_enabled(True)
+    set_grad_enabled(False)  # `replay` sets it back
+    side_bits = () if record.side_bits is None else (record.side_bits,)
+    before: Tensor = coupling.separate(stream, update, *side_bits)
+    if before.stride() != stride:  # kernels give other bits for another memory layout
+        before = torch.empty_strided(before.shape, stride, dtype=before.dtype, device=before.device).copy_(before)
     if capture is not None and record.branch_saves < len(record.versions):
-        run_captured(capture, coupling.combine, leaf(before, requires), update)
+        set_grad_enabled(True)
+        run_captured(capture, coupling.combine, (leaf(before, requires), update), {})
     return before
 
 
-def run_captured(capture: Capture | None, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def run_captured(capture: Capture | None, run: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
     """Run with hooks that put what autograd saves into the capture."""
     if capture is None:
         return run(*args, **kwargs)
@@ -257,14 +266,6 @@ def run_captured(capture: Capture | None, run: Callable[..., Any], /, *args: Any
         return run(*args, **kwargs)
     finally:
         pop_hooks()
-
-
-def drew(environment: CallEnvironment) -> bool:
-    """Whether one of torch's generators moved since it was last read."""
-    state = _read_cpu_rng()
-    if _RngState.from_address(state.data_ptr()).raw != environment.states[0]:
-        return True
-    return len(environment.states) > 1 and environment.read() != environment.states
 
 
 @never_compiled

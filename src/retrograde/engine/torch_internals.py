@@ -6,10 +6,12 @@ Each has no public equivalent. Nothing else in the package names an underscore o
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import gc
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any, TypeVar
@@ -47,6 +49,15 @@ def is_exporting() -> bool:
     return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
+def constant_when_traced(method: Method) -> Method:
+    """Have a compiler run the method while it traces, and take its result for a constant.
+
+    What `torch.compiler.assume_constant_result` does, without loading the compiler.
+    """
+    method._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return method
+
+
 set_grad_enabled = torch._C._set_grad_enabled
 """Sets the grad mode without a context manager's cost, which a tiny branch would feel."""
 
@@ -58,6 +69,49 @@ pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_ho
 
 float32_precision: Callable[[], str] = torch._C._get_float32_matmul_precision
 """What `torch.get_float32_matmul_precision` calls."""
+
+
+def _memory_of_cpu_generators() -> tuple[int, int] | None:
+    """Where in a CPU generator's object its whole state lies: the first byte and the number of bytes.
+
+    Found by looking for the words of a known state, and tried: every way to draw must change these bytes. None if
+    torch or the C library is another than the ones that were read.
+    """
+    probe = torch.Generator().manual_seed(1)
+    try:
+        size_of = ctypes.CDLL(None).malloc_usable_size
+        size_of.argtypes, size_of.restype = [ctypes.c_void_p], ctypes.c_size_t
+        address, default = probe._cdata, torch.default_generator._cdata  # type: ignore[attr-defined]
+    except (AttributeError, OSError, TypeError):
+        return None
+    size = size_of(address)
+    words = probe.get_state()[24 : 24 + 8 * 624].view(torch.int64).to(torch.int32)  # behind seed and position
+    first = ctypes.string_at(address, size).find(ctypes.string_at(words.data_ptr(), 4 * 624)) - 20  # with them
+    if first < 0 or size != size_of(default):
+        return None
+    seen = {ctypes.string_at(address + first, size - first)}
+    for draw in (torch.rand, torch.randn, torch.randn):  # the second of two normal numbers was computed with the first
+        draw(1, generator=probe)
+        seen.add(ctypes.string_at(address + first, size - first))
+    torch.rand(624, generator=probe)  # after which the position is the same again
+    seen.add(ctypes.string_at(address + first, size - first))
+    return (first, size - first) if len(seen) == 5 else None
+
+
+def _reader_of_cpu_generator() -> Callable[[], bytes | None]:
+    place = _memory_of_cpu_generators()
+    if place is None:
+        return lambda: None
+    address = torch.default_generator._cdata + place[0]  # type: ignore[attr-defined]
+    return functools.partial(getattr, (ctypes.c_char * place[1]).from_address(address), "raw")
+
+
+cpu_rng_memory = _reader_of_cpu_generator()
+"""The bytes in which torch's generator for the CPU has its state; None where it is not known which they are.
+
+Whether it was drawn from is asked after every step; to copy and compare what `get_state` gives takes about ten times as
+long.
+"""
 
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward pass under way on this thread; -1 if none is."""
@@ -175,6 +229,17 @@ def casts_inputs_once(module: nn.Module) -> bool:
     return bool(policy.cast_forward_inputs and policy.param_dtype)
 
 
+@constant_when_traced
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 has to gather the parameters of a module, or of a part of it, before it runs."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return False
+    sharded = sys.modules["torch.distributed.tensor"].DTensor
+    has_hooks = any(isinstance(part, fsdp.FSDPModule) for part in module.modules())
+    return has_hooks or any(isinstance(parameter, sharded) for parameter in module.parameters())
+
+
 def saved_tensor_hooks_active() -> bool:
     """Whether a tape, a checkpoint or a user's hooks are around this code; True where an old torch does not tell."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -184,15 +249,6 @@ def saved_tensor_hooks_active() -> bool:
 def assert_in_graph(condition: Tensor, message: str) -> None:
     """Raise when the graph that this is traced into runs and the condition does not hold."""
     torch._assert_async(condition, message)
-
-
-def constant_when_traced(method: Method) -> Method:
-    """Have a compiler run the method while it traces, and take its result for a constant.
-
-    What `torch.compiler.assume_constant_result` does, without loading the compiler.
-    """
-    method._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return method
 
 
 def never_compiled(factory: Method) -> Method:
@@ -208,6 +264,18 @@ def never_compiled(factory: Method) -> Method:
             if isinstance(constant, CodeType):
                 frames.set_code_exec_strategy(constant, skip)
     return factory
+
+
+@contextmanager
+def noting_allocations(changes: list[int]) -> Iterator[None]:
+    """A context after which `changes` has the bytes of every allocation on the host, and, negative, of every release.
+
+    The profiler sees those of compiled code too, which no dispatch mode does.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        yield
+    results: Any = profiler.profiler
+    changes.extend(event.nbytes() for event in results.kineto_results.events() if event.name() == "[memory]")
 
 
 @functools.cache
@@ -243,6 +311,24 @@ def fake_copy(mode: Any, value: Model) -> Model:
     """A module or a batch whose tensors have no values, in a mode that `fake_mode` returned."""
     with FakeCopyMode(mode):
         return copy.deepcopy(value)
+
+
+@contextmanager
+def initialising_without_values() -> Iterator[None]:
+    """A context in which `nn.init.trunc_normal_`, which draws until all values are in range, draws nothing.
+
+    As read in torch 2.13, where it does so for tensors on "meta" only.
+    """
+    original = nn.init._no_grad_trunc_normal_
+
+    def initialise(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return tensor
+
+    nn.init._no_grad_trunc_normal_ = initialise
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = original
 
 
 @contextmanager
@@ -313,9 +399,14 @@ def _tracing_backends() -> list[Any]:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
-        backends: list[Any] = [InstructionTranslator.current_tx().output.compiler_fn]
+        outermost = InstructionTranslator.current_tx().output.compiler_fn
     except AttributeError:
         return [None]
+    return _unwrapped(outermost)
+
+
+def _unwrapped(backend: Any) -> list[Any]:
+    backends = [backend]
     while True:
         outer = backends[-1]
         holders = [outer, getattr(outer, "__self__", None)]
@@ -331,6 +422,40 @@ def is_compiled(module: nn.Module) -> bool:
     from torch._dynamo.eval_frame import OptimizedModule
 
     return isinstance(module, OptimizedModule)
+
+
+def backends_of(module: nn.Module) -> list[Any]:
+    """The backend that a module was compiled with by itself, and the wrappers around it; empty if it was not."""
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        return []
+    context: Any = None
+    if is_compiled(module):
+        context = module.dynamo_ctx
+    elif module._compiled_call_impl is not None:
+        context = inspect.getclosurevars(module._compiled_call_impl).nonlocals.get("self")
+    return [] if context is None else _unwrapped(context.callback)
+
+
+def compiled_code(branch: Any) -> tuple[CodeType, ...]:
+    """The code of which the compiler has graphs, for a module that was compiled by itself; otherwise nothing."""
+    if "torch._dynamo.eval_frame" not in sys.modules or not isinstance(branch, nn.Module):
+        return ()
+    called = branch.forward if is_compiled(branch) else branch._compiled_call_impl
+    original = getattr(called, "_torchdynamo_orig_callable", None)
+    if original is None:
+        return ()
+    wrapped = getattr(branch, "_orig_mod", branch)
+    has_own_frame = getattr(original, "__self__", None) is not wrapped  # otherwise its forward is what is compiled
+    code = getattr(original if has_own_frame else wrapped.forward, "__code__", None)
+    return () if code is None else (code,)
+
+
+def last_graphs(codes: Iterable[CodeType]) -> Sequence[int]:
+    """For code that is compiled, which of its graphs ran last: the compiler moves it to the front."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    entries = map(_debug_get_cache_entry_list, codes)
+    return [id(each[0].code) if each else 0 for each in entries]
 
 
 def splits_graphs_for_ddp() -> bool:

@@ -20,7 +20,7 @@ from .exactness import Ranges, note_range
 from .observer import BranchRun, Observer
 from .step_cache import cache_of
 from .step_record import StepRecord
-from .torch_internals import outside_function_transforms
+from .torch_internals import outside_function_transforms, set_grad_enabled
 
 
 def observed(observer: Observer, record: StepRecord, sources: list[Tensor], *, is_replay: bool) -> Callable[..., Any]:
@@ -106,6 +106,7 @@ def replay_in_block(
 
     def run_one(steps: object, given: Streams, context: Mapping[str, Any]) -> tuple[Streams, tuple[Tensor, ...]]:
         results.append(replay_branch(record, given, context, call, *how))
+        set_grad_enabled(True)  # for the hooks after it
         return given, ()
 
     with call.environment.restored(), outside_function_transforms():

@@ -11,8 +11,9 @@ _LARGEST = 2.0**80  # a million petabytes
 def parse_size(size: int | float | str) -> int:
     """The bytes that a number or a text such as "8GiB", "500 MB" or "1.5g" means; with an i a step is 1024.
 
-    >>> parse_size("8GiB"), parse_size("500MB"), parse_size("1.5 k"), parse_size(512)
-    (8589934592, 500000000, 1500, 512)
+    Examples:
+        >>> parse_size("8GiB"), parse_size("500MB"), parse_size("1.5 k"), parse_size(512)
+        (8589934592, 500000000, 1500, 512)
     """
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", size, re.IGNORECASE)
@@ -32,8 +33,9 @@ def parse_size(size: int | float | str) -> int:
 def format_bytes(size: int) -> str:
     """A number of bytes for people to read.
 
-    >>> format_bytes(365), format_bytes(2_300_000), format_bytes(500_000_000), format_bytes(8 * 2**30)
-    ('365 B', '2.19 MiB', '477 MiB', '8 GiB')
+    Examples:
+        >>> format_bytes(365), format_bytes(2_300_000), format_bytes(500_000_000), format_bytes(8 * 2**30)
+        ('365 B', '2.19 MiB', '477 MiB', '8 GiB')
     """
     value = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -46,8 +48,9 @@ def format_bytes(size: int) -> str:
 def format_error(error: float) -> str:
     """A relative error in two digits, or 0.
 
-    >>> format_error(0.00123), format_error(0.0)
-    ('1.2e-03', '0')
+    Examples:
+        >>> format_error(0.00123), format_error(0.0)
+        ('1.2e-03', '0')
     """
     return f"{error:.1e}" if error else "0"
 
@@ -55,8 +58,9 @@ def format_error(error: float) -> str:
 def align(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
     """The lines of a table. Its columns are aligned to the right, those in `left` to the left.
 
-    >>> align([("mode", "peak"), ("store", "3 MiB")])
-    ['mode    peak', 'store  3 MiB']
+    Examples:
+        >>> align([("mode", "peak"), ("store", "3 MiB")])
+        ['mode    peak', 'store  3 MiB']
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 

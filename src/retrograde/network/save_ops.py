@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-SaveOps = Literal["attention", "products"] | Sequence[Any] | Callable[..., Any]
+SaveOps = Literal["attention", "projections", "products"] | Sequence[Any] | Callable[..., Any]
 
 _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -17,8 +17,12 @@ _ATTENTION = (
     "_scaled_dot_product_fused_attention_overrideable",
     "_scaled_dot_product_attention_math",
 )
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution")
-_NAMES = {"attention": _ATTENTION, "products": _ATTENTION + _PRODUCTS}
+_PROJECTIONS = ("mm", "addmm", "_scaled_mm", "convolution")
+_NAMES = {
+    "attention": _ATTENTION,
+    "projections": _ATTENTION + _PROJECTIONS,
+    "products": (*_ATTENTION, *_PROJECTIONS, "bmm", "baddbmm"),  # scores of attention that is not fused are large
+}
 _Operator = type(torch.ops.aten.mm.default)
 
 

@@ -52,8 +52,9 @@ class Step(nn.Module):
             of a stream; their shape is checked before anything runs.
         aux: "loss" for a branch that returns `(update, auxiliary loss)`.
         compute: the dtype that the branch computes in, if it differs from the streams': its sources are cast to it.
-        save_ops: which results inside the branch memory="selective" saves: "attention", or "products" (attention and
-            matrix products), or a list of operators or a policy, as torch's selective checkpoint takes.
+        save_ops: which results inside the branch memory="selective" saves: "attention", "projections" (fused attention
+            and products with a weight), "products" (all matrix products), or a list of operators or a policy, as
+            torch's selective checkpoint takes.
         name: what to call this step in messages; the branch's class by default.
     """
 

@@ -34,7 +34,7 @@ def _inputs(alone: BlockAlone) -> tuple[Hashable, ...]:
     own = set(alone.own)
     parameters = tuple((tuple(p.shape), p.dtype, p in own) for p in alone.parameters)
     shapes = tuple((tuple(s.shape), s.dtype, s.requires_grad) for s in alone.streams)
-    return parameters, shapes, tuple(alone.distinct[1]), alone.keep_last_graph
+    return parameters, shapes, tuple(alone.distinct[1]), alone.is_last
 
 
 def _structure(part: nn.Module, *, numbers: bool) -> Hashable:

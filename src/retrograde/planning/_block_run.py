@@ -24,10 +24,12 @@ from retrograde.measure.memory_tracker import storage_bytes
 from retrograde.measure.timing import wait_for_devices
 from retrograde.measure.training_step import clear_gradients
 from retrograde.measure.work_counter import WorkCounter
-from retrograde.memory import STORE, MemoryMode
+from retrograde.memory import SELECTIVE, SELECTIVE_CHECKPOINT, STORE, MemoryMode
 from retrograde.network.block import Block
 from retrograde.network.step import StreamName
 from retrograde.network.streams import Streams
+
+_SAVING_CALL = 15e-6  # seconds that an operator takes longer where a policy is asked whether to save its result
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class BlockAlone:
     Attributes:
         own: its parameters that no block after it shares.
         parameters: all of them, those of other modules that its branches reach among them.
-        keep_last_graph: whether it keeps the graph of its last step, as the last block of a chain does.
+        is_last: whether it is the last block of its chain.
+        keep_last_graph: whether it keeps the graph of its last step, as the last block of most chains does.
     """
 
     block: Block
@@ -83,6 +86,7 @@ class BlockAlone:
     around: Surroundings
     own: list[Tensor]
     parameters: list[Tensor]
+    is_last: bool = False
     keep_last_graph: bool = False
 
     @cached_property
@@ -123,7 +127,7 @@ class BlockAlone:
         counter = WorkCounter()
         with counter:
             self._step(inputs, mode)
-        return counter.seconds
+        return counter.seconds + (_SAVING_CALL * counter.calls if mode in (SELECTIVE, SELECTIVE_CHECKPOINT) else 0.0)
 
     def trained(self) -> list[Tensor]:
         """The parameters that get a gradient in a step."""
@@ -137,7 +141,7 @@ class BlockAlone:
         """Saved for the backward, how much of that is input and output, both peaks, and what autocast caches."""
         self.clear()
         # The outputs are not always the block's own: a chain counts its last streams and a reversed part's end.
-        ends_count_elsewhere = self.keep_last_graph or mode.needs_inverse
+        ends_count_elsewhere = self.is_last or mode.needs_inverse
         shared = set(self.parameters) - set(self.own)
         ignored: list[Tensor | nn.Module] = [self.block, *self.parameters, *self.distinct[0]]
         with MemoryTracker(ignore=ignored, kind=accelerator_of(self.streams)) as memory:

@@ -69,7 +69,7 @@ def measure_blocks(
         progress(f"block {i}", i, len(blocks))
         modes = measurer.all_modes(alone)
         if i == len(blocks) - 1:
-            last = measurer.all_modes(replace(alone, keep_last_graph=True))
+            last = measurer.all_modes(replace(alone, is_last=True, keep_last_graph=stack.keeps_last_graph))
         gradients = sum(p.numel() * p.element_size() for p in own[i])
         costs.append(BlockCost(storage_bytes(alone.streams), gradients, modes, _same_as(modes)))
     progress("blocks", len(blocks), len(blocks))

@@ -37,7 +37,7 @@ store: all activations are stored, as autograd does
 checkpoint each block: the input of every block is saved, and the block runs again in the backward pass
 checkpoint √n: the same for groups of √n of the n blocks, as with torch's checkpoint_sequential
 reverse: the input of every block is recomputed from its output, and the block runs again
-Peaks are of everything that a step allocates, the parameters' gradients included; times are ratios to store."""
+Peaks are of everything that a training step allocates, including gradients; times are ratios to store."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ class Comparison:
         lines = [head, *(_line(row) for row in self.rows), _WORDS, *self.disagreements()]
         if max(self.slowdown, 1 / self.slowdown) > 1 + _STEADY:
             lines.append(
-                f"The machine changed its speed: storing everything took x{self.slowdown:.2f} of what it took when the "
-                "plan was made, which is what predicted times refer to. Run it again."
+                f"The speed of the machine changed: storing everything took x{self.slowdown:.2f} of the time that it "
+                "took when the plan was made, on which the predictions are based. Run the command again."
             )
         return "\n".join(lines)
 
     def disagreements(self) -> list[str]:
-        """A sentence for each figure that was predicted clearly otherwise than it was measured."""
+        """A sentence for each figure whose prediction differs clearly from the measurement."""
         return [sentence for row in self.rows for sentence in _disagreements(row)]
 
     def broken_budget(self) -> str | None:
@@ -147,7 +147,9 @@ def compare(
 ) -> Comparison:
     """Run real steps in each way, interleaved, beside what was predicted. The arguments are those of `plan`."""
     chain, stack = planned.chain, the_stack(model, stack)
-    ways = _ways(planned, stack)
+    if chain is None:
+        raise ValueError("The plan is of a compiled model, measured in whole steps: there is no prediction to compare.")
+    ways = _ways(planned, chain, stack)
     expected = {name: predict(chain, plan.memory) for name, plan in ways.items() if name != _SEGMENTS}
     stored = expected[_STORE]
     in_segments = expected[_EACH].peak + stored.peak // math.isqrt(len(chain.blocks))  # at most
@@ -175,9 +177,8 @@ def compare(
     return Comparison(tuple(rows), chain, base / stored.seconds, planned.budget)
 
 
-def _ways(planned: Planned, stack: ReversibleSequence) -> dict[str, Plan]:
+def _ways(planned: Planned, chain: ChainCost, stack: ReversibleSequence) -> dict[str, Plan]:
     """The plan of each way, by its name."""
-    chain = planned.chain
     uniform = chain.uniform()
     ways = {_STORE: Plan(uniform["store"]), _EACH: Plan(uniform["checkpoint"]), _SEGMENTS: _in_segments(stack)}
     if "reverse" in uniform:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
@@ -18,6 +19,7 @@ from retrograde.measure.timing import Progress, silent
 from retrograde.memory import Mode, Plan
 from retrograde.sequence import ReversibleSequence
 
+from ._compiled import CompiledSteps, is_compiled_by_us, most_stored, storing_last
 from ._costs import ChainCost, predict
 from ._measure import following, measure, measured
 from ._search import cheapest, smallest
@@ -46,6 +48,8 @@ class Planned:
     `peak` counts the bytes of everything that a training step (forward and backward) allocates, the parameters'
     gradients included; `ratio` is its time, relative to the time with everything stored. `measured_peak` is that of a
     real step under the plan, where there was room for one: it is within the `budget`.
+
+    For a compiled model all figures are measured, `chain` is None, and `ratio` is NaN if there is no room to store all.
     """
 
     plan: Plan
@@ -53,7 +57,7 @@ class Planned:
     seconds: float
     ratio: float
     minimum: int
-    chain: ChainCost
+    chain: ChainCost | None
     budget: int | None = None
     measured_peak: int | None = None
 
@@ -107,7 +111,8 @@ def plan(
     `JobPlan` is returned, with the bytes of a rank and times from a roofline.
 
     Args:
-        model: a model with a `ReversibleSequence` in it, or one itself.
+        model: a model with a `ReversibleSequence` in it, or one itself. Compiled with backend="retrograde", it is
+            measured compiled.
         batch: what the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments.
         budget: bytes, or a text like "2GiB", for everything that a step allocates: activations and the parameters'
             gradients.
@@ -144,7 +149,9 @@ def plan(
         )
         raise TypeError(f"plan: {wrong}.")
     size = parse_size(budget)
-    stack = the_stack(model, stack)
+    stack = the_stack(getattr(model, "_orig_mod", model), stack)
+    if is_compiled_by_us(model, stack):
+        return _plan_compiled(CompiledSteps(model, batch, stack, loss=loss, progress=progress), size)
     check_step(model, batch, loss)
     chain = measure(model, batch, loss=loss, stack=stack, progress=progress)
 
@@ -156,6 +163,18 @@ def plan(
             return measured(model, batch, loss=loss).peak
 
     return _verified(chain, size, real_peak)
+
+
+def _plan_compiled(steps: CompiledSteps, budget: int) -> Planned:
+    """The fastest plan of those that store the last blocks. See NOTE [Plans of compiled models]."""
+    blocks, least = len(steps.stack), steps[0].peak
+    if least > budget:
+        raise BudgetError(budget, least)
+    stored = most_stored(blocks, budget, lambda count: steps[count].peak)
+    peak, seconds = steps[stored]
+    is_known = blocks in steps.steps or has_room(steps.stack, peak + (blocks - stored) * (steps[1].peak - least))
+    ratio = seconds / steps[blocks].seconds if is_known else math.nan
+    return Planned(storing_last(steps.stack, stored), peak, seconds, ratio, least, None, budget, peak)
 
 
 def _verified(chain: ChainCost, budget: int, real_peak: Callable[[Planned], int | None]) -> Planned:

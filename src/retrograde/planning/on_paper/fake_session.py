@@ -30,12 +30,13 @@ from retrograde.engine.torch_internals import (
     converting_fake_modules,
     fake_mode,
     fake_process_group,
+    initialising_without_values,
     load_compiler,
 )
 
 _CPU = torch.device("cpu")
 _MOVES = {getattr(Tensor, name) for name in ("cuda", "xpu", "hpu", "mtia", "ipu", "cpu") if hasattr(Tensor, name)}
-_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).resolve().parents[2])
+_TORCH, _OURS = Path(torch.__file__).parent, Path(__file__).resolve().parents[2]
 _NOT_HERE = (  # warnings about values, of which there are none
     r"FSDP2-wrapped module",
     r".*data pointer of FakeTensor",
@@ -69,6 +70,7 @@ def fake_session(mesh_shape: Sequence[int] = (), names: Sequence[str] = ()) -> I
             mesh = init_device_mesh("cpu", tuple(mesh_shape), mesh_dim_names=tuple(names))
         stack.enter_context(_autocast_on_the_cpu())
         stack.enter_context(converting_fake_modules())
+        stack.enter_context(initialising_without_values())
         mode = stack.enter_context(fake_mode())
         stack.enter_context(_EveryDeviceIsTheCpu())
         yield FakeSession(mode, mesh)
@@ -107,12 +109,14 @@ def _refuse(doing: str, error: BaseException, cause: BaseException) -> NoReturn:
 
 
 def _own_line(frames: list[traceback.FrameSummary]) -> traceback.FrameSummary:
-    """The innermost line that is the user's; in a model of retrograde's own, the model's."""
-    for libraries in (_LIBRARIES, _LIBRARIES[:1]):
-        own = [f for f in frames if not any(Path(f.filename).is_relative_to(folder) for folder in libraries)]
-        if own:
-            return own[-1]
-    return frames[-1]
+    """The innermost line that is the user's or, inside of it, that of a model of retrograde's own."""
+    models = _OURS / "models"
+    own = [f for f in frames if _is_inside(f, models) or not (_is_inside(f, _TORCH) or _is_inside(f, _OURS))]
+    return (own or frames)[-1]
+
+
+def _is_inside(frame: traceback.FrameSummary, folder: Path) -> bool:
+    return Path(frame.filename).is_relative_to(folder)
 
 
 def _words(cause: BaseException) -> str:

@@ -171,8 +171,10 @@ _WORKSPACES: dict[Any, Callable[[Sequence[Any]], int]] = {
     # oneDNN reorders the output's gradient, the input and the weight, as the profiler shows. Other kernels' workspaces,
     # and those of accelerators, are not known here.
     _ATEN.convolution_backward.default: lambda args: _bytes(args[:3]),
+    # gloo copies the input of a reduce-scatter and averages the copy.
+    torch.ops.c10d._reduce_scatter_base_.default: lambda args: _bytes([args[1]]),
 }
-"""What kernels of the CPU allocate for themselves, in bytes."""
+"""What kernels and collectives of the CPU allocate for themselves, in bytes."""
 
 
 def _called_by_autograd() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -27,7 +27,7 @@ from .jobs import Job
 from .rank import Rank
 from .report import JobPlan, Way, speed, throughput_unit
 
-MODES = ("store", "checkpoint", "selective", "reverse")
+MODES = ("store", "checkpoint", "reverse", "selective")
 _PLAN = "this budget's plan"
 _ROUNDS = 3  # of the search: what the blocks alone do not tell is learned from the plan before
 _NEAR = 0.02  # of the budget: a plan that leaves less than this unused is good enough
@@ -80,7 +80,7 @@ def plan_job(
         if stack is not None or len(stacks_of(model)) == 1:
             chain = _chain(subject, the_stack(model, stack), progress)
         rank = subject.rank()
-        ways = [_way(rank, name, [name] * len(rank.stacks), budget) for name in _modes(model, progress)]
+        ways = _uniform(rank, chain, budget, progress)
         if chain is not None:
             chosen = the_stack(model, stack)
             index = next(i for i, each in enumerate(rank.stacks) if each is chosen)
@@ -109,10 +109,19 @@ def _target(source: Source, mode: Any, arguments: dict[str, Any]) -> Target:
     return as_target(getattr(source, "__name__", "the factory"), source(**arguments))
 
 
-def _modes(model: nn.Module, progress: Progress) -> Iterator[str]:
+def _uniform(rank: Rank, chain: ChainCost | None, budget: int, progress: Progress) -> list[Way]:
+    """The cost of each mode for all blocks. A mode in which the blocks cost what they cost in another is not run."""
+    ways: dict[str, Way] = {}
     for i, mode in enumerate(MODES):
         progress(mode, i, len(MODES) + _ROUNDS)
-        yield mode
+        same = next((other for other in ways if chain is not None and _same_costs(chain, mode, other)), None)
+        way = _way(rank, mode, [mode] * len(rank.stacks), budget) if same is None else ways[same]
+        ways[mode] = replace(way, name=mode)
+    return list(ways.values())
+
+
+def _same_costs(chain: ChainCost, mode: str, other: str) -> bool:
+    return all(block.measured_as(mode) == block.measured_as(other) for block in chain.blocks)
 
 
 def _chain(subject: Subject, stack: ReversibleSequence, progress: Progress) -> ChainCost:

@@ -18,7 +18,7 @@ from .jobs import Job
 from .rank import StepCost
 
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "communication", "temporaries")
-_COLOURS = ("#4a5568", "#c05621", "#805ad5", "#2b6cb0", "#718096", "#d69e2e")
+_COLOURS = ("#4c566a", "#d9899c", "#9f7aa5", "#5ab4ac", "#a0aec0", "#d8c24a")  # none is that of a memory mode
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class JobPlan:
         axes.axvline(self.budget / size, color="#c53030", linestyle="--", label="budget")
         axes.set_yticks(range(len(self.ways)), [way.name for way in self.ways])
         axes.invert_yaxis()
-        axes.margins(x=0.25)
+        axes.margins(x=0.4)
         axes.set(xlabel=f"bytes of one rank at its peak, {unit} (predicted)", title=self._title().partition(".")[0])
         figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -65,9 +65,9 @@ def _overhead(device: torch.device) -> float:
 
 def _least(run: Callable[[], object], sample: Tensor) -> float:
     """The least seconds of many runs: those that nothing else on the machine disturbed."""
-    least, end = float("inf"), time.perf_counter() + _SECONDS
     run()
-    while time.perf_counter() < end:
+    least, end = float("inf"), time.perf_counter() + _SECONDS
+    while least == float("inf") or time.perf_counter() < end:  # once at least, however slow it is
         start = time.perf_counter()
         run()
         wait_for_devices([sample])
