@@ -28,4 +28,4 @@ from .network.ready_made import two_stream as two_stream
 from .network.step import Step as Step
 from .sequence import ReversibleSequence as ReversibleSequence
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
