@@ -2,7 +2,7 @@
 
     python benchmarks/documents.py    # rewrites the README's table, and the figures in the sentences of CLAIMS
 
-Run it after `make bench` or benchmarks/features.py; tests/repository/test_docs.py checks that nothing is left to rewrite.
+Run it after `make bench` or benchmarks/features.py; tests/repository/test_docs.py checks that nothing is out of date.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def table_in(text: str) -> dict[str, dict[str, str]]:
 def figures(report: Report, contender: str) -> list[str]:
     """Memory by depth, and times by width. What torch compiles as a whole was run at depth 6 and width 64 alone."""
     if contender not in report["live"]["peaks"]:
-        return [f"{peak_in(report, 'compiled', contender)}*", "–", "–", "–", f"{time_in(report, 'compiled', contender)}*"]
+        peak, time = (of(report, "compiled", contender) for of in (peak_in, time_in))
+        return [f"{peak}*", "–", "–", "–", f"{time}*"]
     peaks, pair = report["live"]["peaks"][contender], report["live"]["pair_bytes"]
     times = [time_in(report, setting, contender) for setting in WIDTHS.values()]
     return [*(f"{peaks[depth] / pair:.1f}" for depth in DEPTHS), *times]
