@@ -114,7 +114,7 @@ def features(report: dict[str, dict[str, str]], name: str | None) -> list[str]:
         title = next(title for title in report[name] if title.startswith(start))
         cell = in_words(report[name][title], column)
         if name == "RevTorch" and column == "dropout" and report[SEEDED][title] == "yes":
-            cell += ", unless `fix_random_seed=True`"
+            cell += " by default"
         cells.append(cell)
     return cells
 
