@@ -1,6 +1,6 @@
-"""The figures of README.md and docs/benchmarks.md, from the newest reports in benchmarks/results/.
+"""The figures of README.md, docs/faq.md and docs/benchmarks.md, from the newest reports in benchmarks/results/.
 
-    python benchmarks/documents.py    # rewrites the README's table, and the figures in the sentences of CLAIMS
+    python benchmarks/documents.py    # rewrites the README's table, links of reports, and figures in sentences
 
 Run it after `make bench` or benchmarks/features.py; tests/repository/test_docs.py checks that nothing is out of date.
 """
@@ -65,11 +65,28 @@ def peak_in(report: Report, setting: str, contender: str) -> str:
     return f"{comparison['peaks'][contender] / comparison['pair_bytes']:.1f}".removesuffix(".0")
 
 
+def live_in(report: Report, depth: str, contender: str) -> str:
+    """The peak of activations at a depth, in pairs of streams."""
+    return f"{report['live']['peaks'][contender][depth] / report['live']['pair_bytes']:.1f}"
+
+
 Claim = tuple[str, Callable[[Report, str, str], str], str, str]
-"""Words around a figure, what it is a figure of, in which comparison, of whom."""
+"""Words around a figure, what it is a figure of, in which comparison or at which depth, of whom."""
 
 README_CLAIMS: list[Claim] = [
     (r'in the peak, where `"reverse"` has ([\d.]+)', peak_in, "compiled", "retrograde reverse"),
+]
+FAQ_CLAIMS: list[Claim] = [
+    (r"plain autograd peaks at ([\d.]+) pairs of streams", peak_in, "large", "plain"),
+    (r"pairs of streams, torch's checkpoint at ([\d.]+) and", peak_in, "large", "checkpoint, non-reentrant"),
+    (r"torch's checkpoint at [\d.]+ and `\"reverse\"` at ([\d.]+)", peak_in, "large", "retrograde reverse"),
+    (r"In time, torch's checkpoint takes ([\d.]+) of plain", time_in, "large", "checkpoint, non-reentrant"),
+    (r"of plain autograd and `\"reverse\"` ([\d.]+)", time_in, "large", "retrograde reverse"),
+    (r"At 48 blocks of width 64 the peaks are ([\d.]+)", live_in, "48", "plain"),
+    (r"the peaks are [\d.]+, ([\d.]+) and", live_in, "48", "checkpoint, non-reentrant"),
+    (r"the peaks are [\d.]+, [\d.]+ and ([\d.]+)", live_in, "48", "retrograde reverse"),
+    (r"bench.md\) at ([\d.]+) pairs of streams", live_in, "6", "checkpoint, non-reentrant"),
+    (r"pairs of streams and `\"reverse\"` at ([\d.]+)", live_in, "6", "retrograde reverse"),
 ]
 CLAIMS: list[Claim] = [  # of docs/benchmarks.md
     (r'`"reverse"` takes ([\d.]+) of plain autograd\'s time', time_in, "large", "retrograde reverse"),
@@ -100,9 +117,8 @@ def figures(report: Report, contender: str) -> list[str]:
     if contender not in report["live"]["peaks"]:
         peak, time = (of(report, "compiled", contender) for of in (peak_in, time_in))
         return [f"{peak}*", "–", "–", "–", f"{time}*"]
-    peaks, pair = report["live"]["peaks"][contender], report["live"]["pair_bytes"]
     times = [time_in(report, setting, contender) for setting in WIDTHS.values()]
-    return [*(f"{peaks[depth] / pair:.1f}" for depth in DEPTHS), *times]
+    return [*(live_in(report, depth, contender) for depth in DEPTHS), *times]
 
 
 def features(report: dict[str, dict[str, str]], name: str | None) -> list[str]:
@@ -137,13 +153,14 @@ def readme_table() -> str:
 
 
 def with_table(readme: str) -> str:
-    """The README with the table and the reports of today."""
-    readme = re.sub(r"(?<=\n)\|.*\|(?:\n\|.*\|)*", lambda _: readme_table(), readme, count=1)
+    return re.sub(r"(?<=\n)\|.*\|(?:\n\|.*\|)*", lambda _: readme_table(), readme, count=1)
+
+
+def with_reports(page: str) -> str:
+    """A page that names and links the newest reports."""
     for kind in ("bench", "features"):
-        name = newest(kind).stem
-        readme = re.sub(rf"[\d-]+-{kind}\.md", f"{name}.md", readme)
-    readme = re.sub(r"\[report of [\d-]+\]", f"[report of {newest('bench').stem.removesuffix('-bench')}]", readme)
-    return with_figures(readme, README_CLAIMS)
+        page = re.sub(rf"[\d-]+-{kind}\.md", newest(kind).name, page)
+    return re.sub(r"\[report of [\d-]+\]", f"[report of {newest('bench').stem.removesuffix('-bench')}]", page)
 
 
 def with_figures(page: str, claims: list[Claim]) -> str:
@@ -157,11 +174,11 @@ def with_figures(page: str, claims: list[Claim]) -> str:
     return page
 
 
-def with_claims(page: str) -> str:
-    return with_figures(page, CLAIMS)
-
-
-DOCUMENTS = {ROOT / "README.md": with_table, ROOT / "docs" / "benchmarks.md": with_claims}
+DOCUMENTS: dict[Path, Callable[[str], str]] = {
+    ROOT / "README.md": lambda page: with_figures(with_reports(with_table(page)), README_CLAIMS),
+    ROOT / "docs" / "faq.md": lambda page: with_figures(with_reports(page), FAQ_CLAIMS),
+    ROOT / "docs" / "benchmarks.md": lambda page: with_figures(page, CLAIMS),
+}
 
 
 def main() -> None:
