@@ -18,12 +18,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 Report = dict[str, Any]
 
-SEEDED = "RevTorch, fix_random_seed=True"
 BUDGET = "torch.compile, activation budget 0.0"
 ROWS = {  # the first cell of a row: the name in the report of benchmarks/run.py, and in that of features.py
     "plain autograd": ("plain", None),
-    "`torch.utils.checkpoint`, Hugging Face's gradient checkpointing": ("checkpoint, non-reentrant",) * 2,
-    "`torch.compile` with activation budget 0": ("compiled, budget 0.0", BUDGET),
+    "torch's and Hugging Face's checkpointing": ("checkpoint, non-reentrant",) * 2,
+    "`torch.compile`, activation budget 0": ("compiled, budget 0.0", BUDGET),
     "RevTorch": ("RevTorch",) * 2,
     "MemCNN": ("MemCNN",) * 2,
     "RevLib": ("RevLib",) * 2,
@@ -31,10 +30,10 @@ ROWS = {  # the first cell of a row: the name in the report of benchmarks/run.py
     "**retrograde, exact**": ("retrograde exact",) * 2,
 }
 DEPTHS = ("6", "48", "192")
-WIDTHS = {"512": "large", "64": "tiny"}
+TIMES = {"time, width 512": "large", "64": "tiny"}
 FEATURES = {  # the column of the README, and how that of the report begins
     "dropout": "dropout",
-    "batch norm": "batch norm",
+    "batch norm updated": "batch norm",
     "double backward": "double backward",
     "exact": "float32 gradients",
     "compile": "`torch.compile`",
@@ -117,27 +116,24 @@ def figures(report: Report, contender: str) -> list[str]:
     if contender not in report["live"]["peaks"]:
         peak, time = (of(report, "compiled", contender) for of in (peak_in, time_in))
         return [f"{peak}*", "–", "–", "–", f"{time}*"]
-    times = [time_in(report, setting, contender) for setting in WIDTHS.values()]
+    times = [time_in(report, setting, contender) for setting in TIMES.values()]
     return [*(live_in(report, depth, contender) for depth in DEPTHS), *times]
 
 
 def features(report: dict[str, dict[str, str]], name: str | None) -> list[str]:
     """What a library gets right, in a word or two."""
     if name is None:
-        return ["yes"] * len(FEATURES)  # the reference of all these tests
+        return [in_words("yes", column) for column in FEATURES]  # the reference of all these tests
     cells = []
     for column, start in FEATURES.items():
         title = next(title for title in report[name] if title.startswith(start))
-        cell = in_words(report[name][title], column)
-        if name == "RevTorch" and column == "dropout" and report[SEEDED][title] == "yes":
-            cell += " by default"
-        cells.append(cell)
+        cells.append(in_words(report[name][title], column))
     return cells
 
 
 def in_words(cell: str, column: str) -> str:
-    if cell == "updated 2 times":
-        return "updated twice"
+    if column == "batch norm updated":
+        return {"yes": "once", "updated 2 times": "twice"}.get(cell, cell.removeprefix("updated "))
     if cell.startswith("off by"):
         return "no" if column == "exact" else "wrong"
     return "error" if cell.startswith("error") else cell
@@ -146,7 +142,7 @@ def in_words(cell: str, column: str) -> str:
 def readme_table() -> str:
     report = newest_figures()
     seen = table_in(newest("features").read_text(encoding="utf-8"))
-    head = ["", *(f"memory, depth {d}" for d in DEPTHS), *(f"time, width {w}" for w in WIDTHS), *FEATURES]
+    head = ["", f"memory, depth {DEPTHS[0]}", *DEPTHS[1:], *TIMES, *FEATURES]
     lines = [head, ["---"] * len(head)]
     lines += [[row, *figures(report, a), *features(seen, b)] for row, (a, b) in ROWS.items()]
     return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
