@@ -446,10 +446,12 @@ def backends_of(module: nn.Module) -> list[Any]:
 
 
 def compiled_code(branch: Any) -> tuple[CodeType, ...]:
-    """The code of which the compiler has graphs, for a module that was compiled by itself; otherwise nothing."""
-    if "torch._dynamo.eval_frame" not in sys.modules or not isinstance(branch, nn.Module):
+    """The code of which the compiler has graphs, for a module or function that was compiled; otherwise nothing."""
+    if "torch._dynamo.eval_frame" not in sys.modules:
         return ()
-    called = branch.forward if is_compiled(branch) else branch._compiled_call_impl
+    called = branch
+    if isinstance(branch, nn.Module):
+        called = branch.forward if is_compiled(branch) else branch._compiled_call_impl
     original = getattr(called, "_torchdynamo_orig_callable", None)
     if original is None:
         return ()
