@@ -261,7 +261,7 @@ def run_captured(capture: Capture | None, run: Callable[..., Any], args: Sequenc
     """Run with hooks that put what autograd saves into the capture."""
     if capture is None:
         return run(*args, **kwargs)
-    push_hooks(make_replay_hook(capture.tensors, capture.versions, capture.stop_at), capture.unpack)
+    push_hooks(capture.pack or make_replay_hook(capture.tensors, capture.versions), capture.unpack)
     try:
         return run(*args, **kwargs)
     finally:
@@ -285,16 +285,13 @@ def make_pack_hook(tensors: list[Tensor], versions: list[int]) -> Callable[[Tens
 
 
 @never_compiled
-def make_replay_hook(tensors: list[Tensor], versions: list[int], stop_at: int) -> Callable[[Tensor], int]:
+def make_replay_hook(tensors: list[Tensor], versions: list[int]) -> Callable[[Tensor], int]:
     """The same for a replay: tensors without their graph, which would keep the replay's streams alive."""
     keep, note, number = tensors.append, versions.append, itertools.count(len(tensors)).__next__
 
     def pack(tensor: Tensor) -> int:
         keep(tensor if tensor.is_leaf else tensor.detach())
         note(tensor._version)
-        position = number()
-        if position + 1 == stop_at:
-            raise StopReplay
-        return position
+        return number()
 
     return pack

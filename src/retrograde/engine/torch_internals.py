@@ -146,6 +146,15 @@ def outside_function_transforms() -> Iterator[None]:
             torch._C._vmapmode_increment_nesting()
 
 
+number_of_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number that the next node of a graph on this thread gets: the same for all tensors that one operator saves."""
+
+
+def is_of_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter or a view of one, which `_base` is."""
+    return isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
+
+
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the backward pass under way keeps its graph for another one; True if none is under way."""
 
@@ -437,10 +446,12 @@ def backends_of(module: nn.Module) -> list[Any]:
 
 
 def compiled_code(branch: Any) -> tuple[CodeType, ...]:
-    """The code of which the compiler has graphs, for a module that was compiled by itself; otherwise nothing."""
-    if "torch._dynamo.eval_frame" not in sys.modules or not isinstance(branch, nn.Module):
+    """The code of which the compiler has graphs, for a module or function that was compiled; otherwise nothing."""
+    if "torch._dynamo.eval_frame" not in sys.modules:
         return ()
-    called = branch.forward if is_compiled(branch) else branch._compiled_call_impl
+    called = branch
+    if isinstance(branch, nn.Module):
+        called = branch.forward if is_compiled(branch) else branch._compiled_call_impl
     original = getattr(called, "_torchdynamo_orig_callable", None)
     if original is None:
         return ()
