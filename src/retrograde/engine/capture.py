@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from .saved_streams import edited_in_place
 from .step_record import StepRecord
-from .torch_internals import last_graphs
+from .torch_internals import last_graphs, never_compiled, pop_hooks, push_hooks
 
 signature = attrgetter("shape", "dtype")
 """What of a saved tensor is the same in every run. To another device autograd itself objects."""
@@ -28,10 +29,13 @@ class Capture:
         index: the step's number on its tape.
         first: the first of the handles that it serves; `end` is behind the last.
         stop_at: after how many tensors to stop the replay; -1 never.
+        is_numbered: whether the replay's graph can be walked while the branch runs, and versions are noted when tensors
+            are saved. A steady step needs neither, and saves time.
         is_reread: whether tensors stay after they were handed out: a node reads its saved tensors a second time.
     """
 
     stop_at = -1
+    is_numbered = False
     is_reread = False
 
     def __init__(self, index: int, first: int, record: StepRecord) -> None:
@@ -42,12 +46,29 @@ class Capture:
         self.tensors: list[Any] = []
         self.versions: list[int] = []
 
+    def run_numbered(self, run: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+        """Run with hooks that give autograd a number in the place of each tensor that it saves."""
+        push_hooks(make_replay_hook(self.tensors, self.versions, self.stop_at), self.unpack)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            pop_hooks()
+
+    def begun_again(self) -> Capture:
+        """The same capture, for a second replay that notes versions when tensors are saved."""
+        self.tensors, self.versions, self.is_numbered = [], [], True
+        return self
+
     def unpack(self, position: int) -> Tensor:
         """For a branch that differentiates in its forward."""
         return unedited(self.tensors[position], self.versions[position])
 
-    def check(self, recomputed: Sequence[Tensor]) -> None:
-        """Raise if the replay saved other tensors (rule 6), or somebody edited one in between."""
+    def check(self, recomputed: Sequence[Tensor]) -> bool:
+        """Raise if the replay saved other tensors (rule 6), or somebody edited one in between.
+
+        Returns False if it is not known who edited one: the branch itself may have, after it was saved. That is an
+        error only if autograd asks for this tensor.
+        """
         tensors, record = self.tensors, self.record
         saves_others = list(map(signature, tensors)) != record.saved
         may_differ = record.graphs and (saves_others or record.bound.step.exact)
@@ -58,7 +79,10 @@ class Capture:
         ours = (*recomputed, *record.state.introduced)  # whose versions start anew
         for tensor, now, then in zip(tensors, self.versions, record.versions, strict=True):
             if now != then and not any(_share_storage(tensor, other) for other in ours if other is not None):
+                if not self.is_numbered:
+                    return False
                 raise edited_in_place(f"a tensor of shape {tuple(tensor.shape)} that {record.bound.step.name} uses")
+        return True
 
     def _difference(self) -> str:
         tensors, saved = self.tensors, self.record.saved
@@ -69,6 +93,31 @@ class Capture:
                     f"for {tuple(shape)} {dtype}"
                 )
         return f"saved {len(tensors)} tensors, where its first run saved {len(saved)}"
+
+
+@never_compiled
+def make_replay_hook(tensors: list[Tensor], versions: list[int], stop_at: int) -> Callable[[Tensor], int]:
+    """A hook that keeps what a replay saves: without its graph, which holds the capture by its hooks."""
+    keep, note, number = tensors.append, versions.append, itertools.count(len(tensors)).__next__
+
+    def pack(tensor: Tensor) -> int:
+        keep(tensor if tensor.is_leaf else tensor.detach())
+        note(tensor._version)
+        position = number()
+        if position + 1 == stop_at:
+            raise StopReplay
+        return position
+
+    return pack
+
+
+def refuse_to_unpack(handle: None) -> Tensor:
+    """For a replay whose saved tensors have no numbers."""
+    raise RuntimeError(
+        "A branch of a ReversibleSequence called autograd inside its forward in the replay, and had not done so in its "
+        "first run. A branch must do the same each time it runs: look for state kept outside of buffers, or control "
+        "flow that depends on retrograde.is_replaying(). Or give the block memory='store'."
+    )
 
 
 def unedited(tensor: Tensor, expected: int) -> Tensor:

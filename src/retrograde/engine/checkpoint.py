@@ -55,6 +55,7 @@ class CheckpointTape(Tape):
         for i, record in enumerate(self.records[: last + 1]):
             traits = record.cached.traits
             capture = Capture(i, self.first_handles[i], record)
+            capture.is_numbered = i == last or i in self.differentiating  # the last may stop at a tensor
             if i == last and traits.may_stop and self.call.observer is None:
                 capture.stop_at = len(record.versions)
             elif i == last:

@@ -75,6 +75,7 @@ class ReverseTape(Tape):
             self._undo(None)
         record = self.records[index]
         capture = Capture(index, self.first_handles[index], record)
+        capture.is_numbered = index in self.differentiating
         if self._position == index:  # its input is at hand: run it once more
             self.redo(record, self._state, capture)
         else:

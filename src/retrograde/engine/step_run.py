@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from ctypes import string_at
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,14 +20,13 @@ from retrograde.network.block import BoundStep
 from retrograde.network.streams import Streams
 
 from .call import Call, leaf
-from .capture import Capture, StopReplay, signature
+from .capture import Capture, StopReplay, refuse_to_unpack, signature
 from .decisions import Decisions, deciding_as_before
 from .replaying import REPLAYS
 from .selective import reusing_results, run_saving_results
 from .step_cache import cache_of
 from .step_record import RetainedStep, StepRecord
 from .torch_internals import (
-    cpu_rng_memory,
     current_graph_task,
     last_graphs,
     never_compiled,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 Direction = Literal["undo", "redo"]
 
 _requires_grad, _version = attrgetter("requires_grad"), attrgetter("_version")
+_read_rng = torch.default_generator.get_state
 
 
 def run_steps(
@@ -107,7 +108,11 @@ def first_run(  # noqa: C901  # one function, so that it is read from top to bot
         if not is_steady:
             can_replay = state.end(around, traits, weights)
             cache.keep(cached, can_replay=can_replay)
-        elif (cpu_rng_memory() != around.cpu_memory and around.drew()) or list(map(_version, tracked)) != weights:
+        elif (
+            string_at((now := _read_rng()).data_ptr(), now.numel()) != around.states[0]  # as `rng.read` does
+            or (len(around.states) > 1 and around.drew())
+            or list(map(_version, tracked)) != weights
+        ):
             cache.replay = None  # it drew or edited for the first time; other records share `cached`, which stays
             record.state = cache.branch_state(state.branch, coupling)
             can_replay = record.state.end(around, traits, weights)
@@ -189,8 +194,9 @@ def replay(record: StepRecord, streams: Streams, call: Call, capture: Capture | 
         set_grad_enabled(grad_enabled)
     if capture is not None:
         is_same = not record.graphs and capture.versions == record.versions
-        if not (is_same and list(map(signature, capture.tensors)) == record.saved):
-            capture.check((*starts, stream))
+        is_same = is_same and list(map(signature, capture.tensors)) == record.saved
+        if not is_same and not capture.check((*starts, stream)):
+            return replay(record, streams, call, capture.begun_again(), direction)
     return stream
 
 
@@ -225,6 +231,8 @@ def replay_branch(
     ):
         result = run_captured(capture, run, inputs, kwargs)
         return couple_again(record, streams[bound.target], result, capture, direction)
+    if capture is not None:
+        capture.is_numbered = True
     with as_in_first_run(record):
         with ExitStack() as inside:
             if record.is_selective:
@@ -258,43 +266,34 @@ def couple_again(
 
 
 def run_captured(capture: Capture | None, run: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-    """Run with hooks that put what autograd saves into the capture."""
+    """Run with hooks that put what autograd saves into the capture.
+
+    No Python runs per saved tensor. Versions are read at the end: if they are those that the first run noted when it
+    saved the tensors, nobody edited one since. Otherwise `replay` starts again, with numbers.
+    """
     if capture is None:
         return run(*args, **kwargs)
-    push_hooks(make_replay_hook(capture.tensors, capture.versions, capture.stop_at), capture.unpack)
+    if capture.is_numbered:
+        return capture.run_numbered(run, args, kwargs)
+    saved: list[Tensor] = []
+    push_hooks(saved.append, refuse_to_unpack)
     try:
         return run(*args, **kwargs)
     finally:
         pop_hooks()
+        capture.tensors += saved
+        capture.versions += map(_version, saved)
+        saved.clear()  # the replay's graph holds this list, and the tensors hold the graph
 
 
 @never_compiled
 def make_pack_hook(tensors: list[Tensor], versions: list[int]) -> Callable[[Tensor], int]:
-    """A hook that keeps what autograd saves in `tensors`, and gives autograd a number in its place.
-
-    It runs for every saved tensor: it looks up nothing, and numbers do not concern the garbage collector.
-    """
+    """A hook that keeps what autograd saves in `tensors`, and gives autograd a number in its place: no work for gc."""
     keep, note, number = tensors.append, versions.append, itertools.count().__next__
 
     def pack(tensor: Tensor) -> int:
         keep(tensor)
         note(tensor._version)
         return number()
-
-    return pack
-
-
-@never_compiled
-def make_replay_hook(tensors: list[Tensor], versions: list[int], stop_at: int) -> Callable[[Tensor], int]:
-    """The same for a replay: tensors without their graph, which would keep the replay's streams alive."""
-    keep, note, number = tensors.append, versions.append, itertools.count(len(tensors)).__next__
-
-    def pack(tensor: Tensor) -> int:
-        keep(tensor if tensor.is_leaf else tensor.detach())
-        note(tensor._version)
-        position = number()
-        if position + 1 == stop_at:
-            raise StopReplay
-        return position
 
     return pack

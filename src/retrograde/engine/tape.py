@@ -69,6 +69,7 @@ class Tape:
         self.streams: Streams = ()  # after the last step that ran
         self._filled: dict[int, Capture] = {}
         self._serving: Capture | None = None
+        self.differentiating: set[int] = set()  # the steps whose branches differentiate in their forward
         self._outside: dict[int, tuple[Tensor, int]] = {}  # what hooks between two steps saved: not ours to recompute
         self._lock = threading.RLock()
         self.hooks: saved_tensors_hooks | None = None  # while it records
@@ -146,6 +147,7 @@ class Tape:
         if handle in self._outside:
             return unedited(*self._outside[handle])
         if handle >= self.next_handle:  # a branch that differentiates in its forward
+            self.differentiating.add(len(self.records))
             position = handle - self.next_handle
             return unedited(self.pending[position], self.pending_versions[position])
         index = bisect_right(self.first_handles, handle) - 1

@@ -6,7 +6,6 @@ Each has no public equivalent. Nothing else in the package names an underscore o
 from __future__ import annotations
 
 import copy
-import ctypes
 import functools
 import gc
 import inspect
@@ -69,49 +68,6 @@ pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_ho
 
 float32_precision: Callable[[], str] = torch._C._get_float32_matmul_precision
 """What `torch.get_float32_matmul_precision` calls."""
-
-
-def _memory_of_cpu_generators() -> tuple[int, int] | None:
-    """Where in a CPU generator's object its whole state lies: the first byte and the number of bytes.
-
-    Found by looking for the words of a known state, and tried: every way to draw must change these bytes. None if
-    torch or the C library is another than the ones that were read.
-    """
-    probe = torch.Generator().manual_seed(1)
-    try:
-        size_of = ctypes.CDLL(None).malloc_usable_size
-        size_of.argtypes, size_of.restype = [ctypes.c_void_p], ctypes.c_size_t
-        address, default = probe._cdata, torch.default_generator._cdata  # type: ignore[attr-defined]
-    except (AttributeError, OSError, TypeError):
-        return None
-    size = size_of(address)
-    words = probe.get_state()[24 : 24 + 8 * 624].view(torch.int64).to(torch.int32)  # behind seed and position
-    first = ctypes.string_at(address, size).find(ctypes.string_at(words.data_ptr(), 4 * 624)) - 20  # with them
-    if first < 0 or size != size_of(default):
-        return None
-    seen = {ctypes.string_at(address + first, size - first)}
-    for draw in (torch.rand, torch.randn, torch.randn):  # the second of two normal numbers was computed with the first
-        draw(1, generator=probe)
-        seen.add(ctypes.string_at(address + first, size - first))
-    torch.rand(624, generator=probe)  # after which the position is the same again
-    seen.add(ctypes.string_at(address + first, size - first))
-    return (first, size - first) if len(seen) == 5 else None
-
-
-def _reader_of_cpu_generator() -> Callable[[], bytes | None]:
-    place = _memory_of_cpu_generators()
-    if place is None:
-        return lambda: None
-    address = torch.default_generator._cdata + place[0]  # type: ignore[attr-defined]
-    return functools.partial(getattr, (ctypes.c_char * place[1]).from_address(address), "raw")
-
-
-cpu_rng_memory = _reader_of_cpu_generator()
-"""The bytes in which torch's generator for the CPU has its state; None where it is not known which they are.
-
-Whether it was drawn from is asked after every step; to copy and compare what `get_state` gives takes about ten times as
-long.
-"""
 
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward pass under way on this thread; -1 if none is."""
