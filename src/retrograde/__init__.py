@@ -3,9 +3,9 @@
 import sys as _sys
 
 if _sys.argv[:1] == ["-m"] or "retrograde" in "".join(_sys.argv[:1]):  # it may be the command; torch takes a second
-    from .cli._starting import stop_in_one_line as _stop_in_one_line
+    from .cli import _starting
 
-    _stop_in_one_line()
+    _starting.stop_in_one_line()
 
 from . import couplings as couplings
 from .conversion import convert as convert
