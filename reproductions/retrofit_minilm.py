@@ -302,6 +302,7 @@ def draw(axes: Sequence[Axes], found: Found) -> None:
         values = [by_way[way] / 2**20 for by_way in found.by_depth.values()]
         axes[1].plot(list(found.by_depth), values, line, marker=marker, color=colour, label=way)
     axes[1].set(xlabel="layers", ylabel="activations at the peak of a step, MiB", title="Memory by depth")
+    axes[1].set_xticks(list(found.by_depth))
     axes[1].set_ylim(bottom=0)
     axes[1].legend()
 

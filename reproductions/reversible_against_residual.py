@@ -152,6 +152,7 @@ def draw(axes: Sequence[Axes], all_peaks: dict[str, dict[str, list[int]]], depth
                 marker=marker, color=colour, label=name,
             )  # fmt: skip
         ax.set(title=title, xlabel="blocks", ylabel="activations at the peak of a step, MiB")
+        ax.set_xticks([depth * times for times in DEPTHS])
         ax.set_ylim(bottom=0)
         ax.legend()
 
@@ -238,8 +239,10 @@ LIMITS = """\
 ## What this shows, and what not
 
 It compares the same branches in two wirings, at sizes that two processor cores can train, far from convergence. Where \
-the difference is within the spread, being reversible cost nothing that these runs can see. It does not follow that \
-this holds for large models or long training, which were not tested. Nor does it say that reversing is the best use of \
+the difference is within the spread, being reversible cost nothing that these runs can see. Equal compute is another \
+matter: a residual network that has the memory to store its activations can take 4/3 of the steps instead, and training \
+is so far from its end here that more steps help either network a lot. That is the price of recomputing, which \
+checkpointing pays too. It does not follow that this holds for large models or long training, which were not tested. Nor does it say that reversing is the best use of \
 memory: the checkpointed residual network needs the same compute, and at a few blocks its peak is nearly as low. What \
 reversing adds is that the peak does not grow with depth, as the picture shows."""
 
