@@ -33,6 +33,4 @@ def test_attention_counts_its_arithmetic_and_no_draws() -> None:
         functional.scaled_dot_product_attention(q.requires_grad_(), q, q).sum().backward()
     assert counter.draws == 0
     assert forward == 2 * 2 * 2 * 16 * 16 * 8
-    assert (
-        counter.operations == 2 * forward + 5 * forward // 2
-    )  # five products backward, two forward
+    assert counter.operations == 2 * forward + 5 * forward // 2  # five products backward, two forward
