@@ -86,7 +86,7 @@ ELSEWHERE := planning/test_fit.py fused_optimizer/test_fused_optimizer_processes
 
 test-versions: $(TORCHES:%=.venv-torch-%/.ready)  ## the core tests with the oldest and the newest torch; TORCHES="2.12.1" others
 	@for version in $(TORCHES); do echo "torch $$version"; \
-	  PYTHONPATH=src .venv-torch-$$version/bin/python -m pytest $(CORE:%=tests/%) $(ELSEWHERE:%=--ignore=tests/%) $(ARGS) || exit 1; done
+	  .venv-torch-$$version/bin/python -m pytest $(CORE:%=tests/%) $(ELSEWHERE:%=--ignore=tests/%) $(ARGS) || exit 1; done
 
 test-accelerator: $(READY)  ## the tests that need an accelerator, on this machine's; writes accelerator-report.md
 	$(RUN) tests/device/accelerator_report.py $(ARGS)
@@ -132,11 +132,12 @@ $(READY): pyproject.toml constraints.txt requirements-interop.txt requirements-h
 	@touch $@
 
 # Kept out of git, and so of ruff, by a file of its own.
-.venv-torch-%/.ready: constraints.txt
+.venv-torch-%/.ready: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(@D) || { $(PYTHON) -m venv --without-pip $(@D) && $(PYTHON) -m pip --python $(@D)/bin/python install pip; }
 	@echo '*' > $(@D)/.gitignore
 	sed /^torch==/d constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet torch==$*
-	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt expecttest hypothesis matplotlib numpy pytest pytest-timeout rich typer
+	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt editables expecttest hatchling hatch-fancy-pypi-readme hypothesis matplotlib numpy pytest pytest-timeout rich typer
+	$(@D)/bin/python -m pip install --quiet --no-build-isolation --no-deps --editable .
 	$(@D)/bin/python -c 'import torch; v = torch.__version__; assert v.split("+")[0] == "$*", f"torch is {v}, not $*"'
 	@touch $@

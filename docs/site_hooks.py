@@ -22,6 +22,7 @@ GUIDES = {
     "CONTRIBUTING.md": "contributing.md",
 }
 _OUTWARD = re.compile(r"(!?)\[([^\]]*)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
+_OPTION = re.compile(r"<code>(--[\w-]+)</code>")
 _ROOTED = re.compile(r"\[([^\]]*)\]\(([\w/.-]+)(#[^)\s]*)?\)")
 
 
@@ -62,6 +63,13 @@ def on_page_markdown(
     if page.file.src_uri.startswith("reports/"):
         return markdown
     return _OUTWARD.sub(_inward, markdown)
+
+
+def on_page_content(
+    html: str, *, page: Page, config: MkDocsConfig, files: Files
+) -> str:
+    """Mark names of options, which site.css keeps on one line: `--small` would be broken after its hyphens."""
+    return _OPTION.sub(r'<code class="option">\1</code>', html)
 
 
 def _into_docs(link: re.Match[str]) -> str:

@@ -235,7 +235,24 @@ def _broken(words: str) -> tuple[str, str, str]:
     return words[:cut], " ", words[cut + 1 :]
 
 
-DRAWINGS = {"block.svg": block, "memory.svg": memory, "replay.svg": replay}
+def notebook() -> Drawing:
+    """The badge of the README that leads to the notebook."""
+    sheet = Drawing(204, 24, "The first ten minutes, a notebook")
+    sheet.shapes = [
+        f'<rect width="204" height="24" rx="5" fill="{TEAL}"/>',
+        f'<path d="M5 0 h71 v24 h-71 a5 5 0 0 1 -5 -5 v-14 a5 5 0 0 1 5 -5 z" fill="{INK}"/>',
+    ]
+    sheet.text(38, 16.5, "notebook", colour="#ffffff", size=13)
+    sheet.text(140, 16.5, "first ten minutes", colour="#ffffff", size=13)
+    return sheet
+
+
+DRAWINGS = {
+    "block.svg": block,
+    "memory.svg": memory,
+    "notebook.svg": notebook,
+    "replay.svg": replay,
+}
 
 
 def main() -> None:

@@ -1,5 +1,12 @@
 """retrograde: train deep networks in activation memory that does not grow with depth."""
 
+import sys as _sys
+
+if _sys.argv[:1] == ["-m"] or "retrograde" in "".join(_sys.argv[:1]):  # it may be the command; torch takes a second
+    from .cli import _starting
+
+    _starting.stop_in_one_line()
+
 from . import couplings as couplings
 from .conversion import convert as convert
 from .engine.decisions import decide as decide
@@ -21,4 +28,4 @@ from .network.ready_made import two_stream as two_stream
 from .network.step import Step as Step
 from .sequence import ReversibleSequence as ReversibleSequence
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

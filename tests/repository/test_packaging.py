@@ -116,13 +116,14 @@ def test_links_and_pictures_of_the_readme_work_on_the_package_index(built: Path)
     """There they have no files beside them: each leads to the repository, pictures to their bytes."""
     description = metadata_of(wheel_in(built)).get_payload()
     assert isinstance(description, str)
-    links = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", description)
-    pictures = [target for sign, target in links if sign]
+    targets = re.findall(r"\]\(([^)\s]+)\)", description)  # of links, pictures, and pictures that are links
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", description)
     repository = project()["urls"]["Repository"]
     assert pictures
     assert all(target.startswith(f"{repository}/raw/main/docs/") for target in pictures)
-    assert len(links) > len(pictures)
-    assert all(target.startswith(("https://", "#")) for _, target in links)
+    assert len(targets) > len(pictures)
+    assert all(target.startswith(("https://", "#")) for target in targets)
+    assert f"{repository}/blob/main/docs/first-ten-minutes.ipynb" in targets
 
 
 @builds

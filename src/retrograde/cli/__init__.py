@@ -14,7 +14,4 @@ def main() -> None:
             raise
         print(f"The command line needs {error.name}: pip install 'retrograde[cli]'.", file=sys.stderr)
         raise SystemExit(2) from None
-    except KeyboardInterrupt:  # torch takes a while to be imported
-        print("Stopped.", file=sys.stderr)
-        raise SystemExit(130) from None
     app()

@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 
 import typer
 
+from ._starting import raise_as_usual
+
 FAULT, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 _TRACEBACK = "RETROGRADE_TRACEBACK"  # an environment variable: show where an unforeseen error comes from
 UNFORESEEN = "This is a fault of retrograde"
@@ -66,6 +68,7 @@ def ending_in_a_sentence(command: Callable[..., None]) -> Callable[..., None]:
             if isinstance(value, (str, Path)) and "\0" in str(value):
                 fail(f"{name}: {str(value)!r} contains a NUL character, which no name or path can.", WRONG_USAGE)
         try:
+            raise_as_usual()
             command(*args, **kwargs)
         except (typer.Exit, typer.Abort, typer.BadParameter):
             raise
