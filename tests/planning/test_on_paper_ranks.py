@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from paper_predictions import OF_A_RANK, peaks_of_ranks
 
 
 @pytest.mark.parametrize("shard", ["ddp", "fsdp2"])
-def test_the_predicted_peak_of_a_rank_is_that_of_real_processes(shard: str) -> None:
-    for mode, (predicted, real) in peaks_of_ranks("MLPs", 2, shard).items():
-        assert real == pytest.approx([predicted] * 2, rel=OF_A_RANK), mode
+@pytest.mark.parametrize("model", ["MLPs", "MLPs, few tokens"])
+def test_the_predicted_peak_of_a_rank_is_that_of_real_processes(model: str, shard: str) -> None:
+    """The median of several steps: gloo frees its copies on another thread, sooner or later."""
+    for mode, (predicted, real) in peaks_of_ranks(model, 2, shard).items():
+        assert statistics.median_low(real) == pytest.approx(predicted, rel=OF_A_RANK), mode

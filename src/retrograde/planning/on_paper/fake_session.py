@@ -8,6 +8,7 @@ NOTE [What is the same on paper]
     dispatch gives: attention is flash attention, dropout keeps a mask of the input's dtype where an accelerator
     keeps booleans.
  3. What depends on values cannot run: `.item()`, `nonzero`, shapes that depend on the data.
+ 4. Compiled models run uncompiled. What a compiler fuses, and so what it saves, depends on the device.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ def fake_session(mesh_shape: Sequence[int] = (), names: Sequence[str] = ()) -> I
                 )
             stack.enter_context(fake_process_group(ranks))
             mesh = init_device_mesh("cpu", tuple(mesh_shape), mesh_dim_names=tuple(names))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_autocast_on_the_cpu())
         stack.enter_context(converting_fake_modules())
         stack.enter_context(initialising_without_values())

@@ -171,8 +171,9 @@ _WORKSPACES: dict[Any, Callable[[Sequence[Any]], int]] = {
     # oneDNN reorders the output's gradient, the input and the weight, as the profiler shows. Other kernels' workspaces,
     # and those of accelerators, are not known here.
     _ATEN.convolution_backward.default: lambda args: _bytes(args[:3]),
-    # gloo copies the input of a reduce-scatter and averages the copy.
+    # gloo copies the input of a reduce-scatter and averages the copy, and gathers into a copy of the output.
     torch.ops.c10d._reduce_scatter_base_.default: lambda args: _bytes([args[1]]),
+    torch.ops.c10d._allgather_base_.default: lambda args: _bytes([args[0]]),
 }
 """What kernels and collectives of the CPU allocate for themselves, in bytes."""
 

@@ -64,6 +64,7 @@ class JobPlan:
         ways: the memory modes, then this budget's plan.
         blocks: how many blocks the model's stacks have.
         unit: what the throughput is counted in.
+        compiled: whether the model is compiled. The figures are those of the same model uncompiled.
     """
 
     job: Job
@@ -71,6 +72,7 @@ class JobPlan:
     ways: tuple[Way, ...]
     blocks: int
     unit: Unit
+    compiled: bool = False
 
     @property
     def best(self) -> Way | None:
@@ -135,6 +137,12 @@ class JobPlan:
             "Times are from a roofline, not measured: the range is what devices attain of their peaks, and whether "
             "exchange hides behind arithmetic."
         ]
+        if self.compiled:
+            notes.append(
+                "The model is compiled, and these figures are those of the same model uncompiled: what a compiler fuses "
+                "and saves depends on the device. `retrograde plan` without --on, where the device is, measures "
+                "compiled steps."
+            )
         best = self.best
         if best is None:
             return [*notes, f"Nothing fits {format_bytes(self.budget)}: the least is {format_bytes(self.minimum)}."]
@@ -165,6 +173,7 @@ class JobPlan:
             **job,
             "budget": self.budget,
             "blocks": self.blocks,
+            "compiled": self.compiled,
             "best": None if best is None else best.name,
             **({} if self.plan is None else self.plan.to_dict()),
             "ways": ways,
