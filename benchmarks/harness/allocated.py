@@ -56,10 +56,22 @@ def allocated_peak(prepare: Callable[[], Callable[[], None]], *, warm_up: int = 
 
 
 def _changes(tree: list[Any]) -> tuple[int, list[tuple[int, int]]]:
-    """When the step that counts began; and all changes of the allocated bytes, with their times."""
+    """When the step that counts began; and all changes of the allocated bytes, with their times.
+
+    What was allocated before the profiler began, and is freed now, does not count.
+    """
     events = sorted(_walk(tree), key=lambda event: int(event.start_time_ns))
     begun = next(event.start_time_ns for event in events if event.name == _MARK)
-    return begun, [(e.start_time_ns, e.extra_fields.alloc_size) for e in events if e.name == "[memory]"]
+    known: set[int] = set()
+    changes = []
+    for event in events:
+        if event.name != "[memory]":
+            continue
+        size, address = event.extra_fields.alloc_size, event.extra_fields.ptr
+        if size > 0 or address in known:
+            (known.add if size > 0 else known.remove)(address)
+            changes.append((event.start_time_ns, size))
+    return begun, changes
 
 
 def _walk(events: list[Any]) -> Iterator[Any]:
