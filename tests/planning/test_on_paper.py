@@ -280,6 +280,31 @@ def test_a_model_that_needs_values_is_refused_with_the_line_that_does() -> None:
         plan(lambda: make(int(torch.ones(()).add(1).item())), on=H100)
 
 
+def test_an_operator_that_fails_without_values_is_named_with_its_line() -> None:
+    def wrong() -> tuple[nn.Module, Tensor]:
+        return rg.ReversibleSequence([rg.two_stream(nn.Linear(WIDTH, WIDTH), lambda x: x @ x)]), make()[1]
+
+    with pytest.raises(ValueError, match=r"failed on tensors without values: test_on_paper\.py, line \d+: `.*x @ x"):
+        plan(wrong, on=H100)
+
+
+@pytest.mark.parametrize("way", ["in place", "wrapped"])
+def test_a_compiled_model_is_planned_uncompiled_and_the_plan_says_so(way: str) -> None:
+    def compiled() -> tuple[Any, Tensor]:
+        model, batch = make()
+        if way == "wrapped":
+            return torch.compile(model, backend="retrograde"), batch
+        model.compile(backend="retrograde")
+        return model, batch
+
+    planned, plain = plan(compiled, on=H100), plan(make, on=H100)
+    assert [way.cost for way in planned.ways] == [way.cost for way in plain.ways]
+    assert planned.compiled
+    assert "The model is compiled, and these figures are those of the same model uncompiled" in str(planned)
+    assert not plain.compiled
+    assert "is compiled" not in str(plain)
+
+
 # A large model
 
 
