@@ -125,13 +125,15 @@ class OperatorClock(TorchDispatchMode):
 
 
 def _roofline(device: Device, flops: int, moved: int, dtype: str) -> Seconds:
-    rate, flops_part, moved_part = device.rate(dtype), device.attained["flops"], device.attained["bandwidth"]
+    rate, parts = device.rate(dtype), device.attained
 
-    def at(compute: float, memory: float) -> float:
+    def at(name: str) -> float:
+        compute, memory, host = (getattr(parts[key], name) for key in ("flops", "bandwidth", "overhead"))
         longest = max(flops / (rate * compute), moved / (device.bandwidth * memory))
-        return longest + device.overhead if device.is_cpu else max(longest, device.overhead)
+        overhead = device.overhead / host
+        return longest + overhead if device.is_cpu else max(longest, overhead)
 
-    return Seconds(*(at(getattr(flops_part, name), getattr(moved_part, name)) for name in ("best", "likely", "worst")))
+    return Seconds(*(at(name) for name in ("best", "likely", "worst")))
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:

@@ -18,6 +18,7 @@ from .jobs import Job
 from .rank import StepCost
 
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "communication", "temporaries")
+_LABELS = ("parameters", "gradients", "optimiser", "activations", "exchanged", "temporaries")
 _COLOURS = ("#4c566a", "#d9899c", "#9f7aa5", "#5ab4ac", "#a0aec0", "#d8c24a")  # none is that of a memory mode
 
 
@@ -106,7 +107,7 @@ class JobPlan:
 
     def _bytes(self) -> list[str]:
         rows: list[tuple[str, ...]] = [
-            ("", "parameters", "gradients", "optimiser", "activations", "exchanged", "temporaries", "peak", "")
+            ("", *_LABELS, "peak", "")
         ]
         for way in self.ways:
             memory = way.cost.memory
@@ -187,11 +188,14 @@ class JobPlan:
         unit, size = unit_of(max(way.cost.memory.peak for way in self.ways))
         for row, way in enumerate(self.ways):
             start = 0.0
-            for part, colour in zip(_PARTS, _COLOURS, strict=True):
+            for part, label, colour in zip(_PARTS, _LABELS, _COLOURS, strict=True):
                 width = getattr(way.cost.memory, part) / size
-                axes.barh(row, width, left=start, color=colour, label=part if row == 0 else None)
+                axes.barh(row, width, left=start, color=colour, label=label if row == 0 else None)
                 start += width
-            axes.text(start, row, f"  {way.cost.seconds}", va="center", fontsize=8)
+            behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+            axes.annotate(
+                str(way.cost.seconds), (start, row), (8, 0), textcoords="offset points", va="center", fontsize=8, bbox=behind
+            )
         axes.axvline(self.budget / size, color="#c53030", linestyle="--", label="budget")
         axes.set_yticks(range(len(self.ways)), [way.name for way in self.ways])
         axes.invert_yaxis()
