@@ -136,8 +136,8 @@ def of_compiled(quick: bool) -> Section:
     lines = [
         "## Models that are compiled",
         "",
-        'Predicted for the uncompiled model; allocated by the same model compiled with `backend="retrograde"`, in a step '
-        "after two others. Every row compiled one graph, without breaks. Differences above "
+        'Predicted for the uncompiled model; allocated by the same model compiled with `backend="retrograde"`, in a '
+        "step after two others. Every row compiled one graph, without breaks. Differences above "
         f"{OF_A_MODEL:.0%} are named, and are no fault of the prediction: it does not know what a compiler fuses.",
         "",
         "| model | memory | predicted (uncompiled), bytes | allocated (compiled), bytes | off by |",
@@ -290,11 +290,14 @@ def of_tools(quick: bool) -> Section:
         "",
         "`MemTracker` of torch.distributed._tools, on the same step without values (forward and backward, with "
         "parameters, gradients and optimiser state), and the figure of `accelerate estimate-memory` for training with "
-        "Adam (four times the parameters: it has no batch and no activations). `RuntimeEstimator`'s roofline asks for "
-        "a CUDA device, and does not run here.",
+        "Adam (four times the parameters: it has no batch and no activations), in bytes; and the FLOPs of forward and "
+        "backward, ours and those of torch.utils.flop_counter, whose formulas ours are except for attention on the "
+        "CPU, for which it has none. `RuntimeEstimator` has no time for a machine without CUDA: its roofline raises "
+        '"Roofline estimation needs to access CUDA capabilities", and its benchmark mode needs CUDA events.',
         "",
-        "| model | memory | on paper | MemTracker | 4 x parameters (accelerate) | allocated |",
-        "|---|---|---|---|---|---|",
+        "| model | memory | on paper | MemTracker | 4 x parameters (accelerate) | allocated | GFLOP on paper | "
+        "flop_counter |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name in ("MLPs", "language model", "RevViT", "mixture of experts")[: 1 if quick else None]:
         for mode in ("store", "reverse"):
@@ -304,8 +307,9 @@ def of_tools(quick: bool) -> Section:
             real = allocated_peak(partial(prepare, MODELS[name], mode))
             tracked = of_mem_tracker(MODELS[name], mode)
             lines.append(
-                f"| {name} | {mode} | {cost.memory.peak} | {tracked} ({tracked / real - 1:+.1%}) | "
-                f"{estimated_by_accelerate(MODELS[name])} | {real} |"
+                f"| {name} | {mode} | {cost.memory.peak} ({cost.memory.peak / real - 1:+.1%}) | {tracked} "
+                f"({tracked / real - 1:+.1%}) | {estimated_by_accelerate(MODELS[name], real)} | {real} | "
+                f"{cost.flops / 1e9:.3f} | {counted_flops(MODELS[name], mode) / 1e9:.3f} |"
             )
     return lines, []
 
@@ -327,14 +331,27 @@ def of_mem_tracker(make: Callable[[], Made], mode: str) -> int:
     return int(peak + state)
 
 
-def estimated_by_accelerate(make: Callable[[], Made]) -> str:
+def counted_flops(make: Callable[[], Made], mode: str) -> int:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with opened(make, Job(CPU)) as subject:
+        for stack in stacks_of(subject.target.model).values():
+            stack.memory = mode
+        counter = FlopCounterMode(display=False)
+        for _ in range(2):  # a first replay goes to the end of a branch
+            with counter:
+                loss_of(subject.target.model, subject.target.batch, subject.target.loss).backward()
+    return int(counter.get_total_flops())
+
+
+def estimated_by_accelerate(make: Callable[[], Made], real: int) -> str:
     try:
         from accelerate.utils import calculate_maximum_sizes
     except ImportError:
         return "not installed"
     with opened(make, Job(CPU)) as subject:
         total, _ = calculate_maximum_sizes(subject.target.model)
-    return str(int(total) * 4)
+    return f"{int(total) * 4} ({int(total) * 4 / real - 1:+.1%})"
 
 
 # The order of memory modes by time

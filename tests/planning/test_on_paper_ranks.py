@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 from pathlib import Path
 
@@ -10,12 +9,12 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from paper_predictions import OF_A_RANK, peaks_of_ranks
+from paper_predictions import peaks_of_ranks
 
 
 @pytest.mark.parametrize("shard", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("model", ["MLPs", "MLPs, few tokens"])
 def test_the_predicted_peak_of_a_rank_is_that_of_real_processes(model: str, shard: str) -> None:
-    """The median of several steps: gloo frees its copies on another thread, sooner or later."""
+    """The least of several steps: gloo frees its copies on another thread, sooner or later."""
     for mode, (predicted, real) in peaks_of_ranks(model, 2, shard).items():
-        assert statistics.median_low(real) == pytest.approx(predicted, rel=OF_A_RANK), mode
+        assert min(real) == pytest.approx(predicted, rel=0.01), mode

@@ -125,9 +125,9 @@ def _refuse(doing: str, error: BaseException, cause: BaseException) -> NoReturn:
 
 def _refuse_operator(doing: str, error: RuntimeError) -> NoReturn:
     raise NeedsValuesError(
-        f"{doing} failed on tensors without values: {_own_line(error)} ({_words(error)}) If this line runs with values, "
-        "torch does not know the operator without them: use another dtype or implementation, or plan on a machine that "
-        "has the model (without `on`)."
+        f"{doing} failed on tensors without values: {_own_line(error)} ({_words(error)}) If this line runs with "
+        "values, torch does not know the operator without them: use another dtype or implementation, or plan on a "
+        "machine that has the model (without `on`)."
     ) from error
 
 

@@ -106,9 +106,7 @@ class JobPlan:
         return f"Predicted for {ranks}{shared}, {format_bytes(self.budget)} each. Bytes of one rank at its peak:"
 
     def _bytes(self) -> list[str]:
-        rows: list[tuple[str, ...]] = [
-            ("", *_LABELS, "peak", "")
-        ]
+        rows: list[tuple[str, ...]] = [("", *_LABELS, "peak", "")]
         for way in self.ways:
             memory = way.cost.memory
             sizes = [format_bytes(getattr(memory, part)) for part in _PARTS]
@@ -140,8 +138,8 @@ class JobPlan:
         ]
         if self.compiled:
             notes.append(
-                "The model is compiled, and these figures are those of the same model uncompiled: what a compiler fuses "
-                "and saves depends on the device. `retrograde plan` without --on, where the device is, measures "
+                "The model is compiled, and these figures are those of the same model uncompiled: what a compiler "
+                "fuses and saves depends on the device. `retrograde plan` without --on, where the device is, measures "
                 "compiled steps."
             )
         best = self.best
@@ -193,9 +191,8 @@ class JobPlan:
                 axes.barh(row, width, left=start, color=colour, label=label if row == 0 else None)
                 start += width
             behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
-            axes.annotate(
-                str(way.cost.seconds), (start, row), (8, 0), textcoords="offset points", va="center", fontsize=8, bbox=behind
-            )
+            place: dict[str, Any] = {"xy": (start, row), "xytext": (8, 0), "textcoords": "offset points"}
+            axes.annotate(str(way.cost.seconds), **place, va="center", fontsize=8, bbox=behind)
         axes.axvline(self.budget / size, color="#c53030", linestyle="--", label="budget")
         axes.set_yticks(range(len(self.ways)), [way.name for way in self.ways])
         axes.invert_yaxis()
