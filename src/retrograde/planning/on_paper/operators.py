@@ -128,7 +128,7 @@ def _roofline(device: Device, flops: int, moved: int, dtype: str) -> Seconds:
     rate, parts = device.rate(dtype), device.attained
 
     def at(name: str) -> float:
-        compute, memory, host = (getattr(parts[key], name) for key in ("flops", "bandwidth", "overhead"))
+        compute, memory, host = (float(getattr(parts[key], name)) for key in ("flops", "bandwidth", "overhead"))
         longest = max(flops / (rate * compute), moved / (device.bandwidth * memory))
         overhead = device.overhead / host
         return longest + overhead if device.is_cpu else max(longest, overhead)
