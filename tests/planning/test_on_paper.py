@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import retrograde as rg
 from retrograde.measure import MemoryTracker
+from retrograde.measure.stacks import the_stack
 from retrograde.measure.training_step import loss_of
-from retrograde.models import ReversibleLM
+from retrograde.models import DeepGraphNetwork, ReversibleLM
 from retrograde.planning import fit, plan
 from retrograde.planning.on_paper import Device, Job, JobPlan, known_devices
 from retrograde.planning.on_paper.devices import device_named
@@ -64,6 +65,33 @@ def allocated(model: nn.Module, batch: Tensor, memory: str) -> int:
 @pytest.mark.parametrize("source", [make, language_model])
 def test_a_predicted_peak_is_that_of_a_real_step(source: Any, memory: str) -> None:
     assert simulated(source, Job(CPU), memory).memory.peak == pytest.approx(allocated(*source(), memory), rel=0.02)
+
+
+def test_a_converted_model_is_split_without_values_as_with_them() -> None:
+    """The check whether its parts make up a layer compares values, of which there are none."""
+    transformers = pytest.importorskip("transformers")
+
+    def make_vit() -> tuple[nn.Module, dict[str, Tensor]]:
+        config = transformers.ViTConfig(
+            hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=8, patch_size=4
+        )
+        model = transformers.ViTForImageClassification(config)
+        rg.convert(model, "two_stream", exact=False)
+        return model, {"pixel_values": torch.randn(2, 3, 8, 8), "labels": torch.randint(2, (2,))}
+
+    with opened(make_vit, Job(CPU)) as subject:
+        rank = subject.rank()
+        steps = [len(list(block.each_step())) for block in rank.stacks[0].blocks]
+    model, batch = make_vit()
+    loss_of(model, batch).backward()
+    assert steps == [len(list(block.each_step())) for block in the_stack(model).blocks] == [2, 2]
+
+
+def test_a_graph_network_is_planned_without_values() -> None:
+    def graph() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+        return DeepGraphNetwork(4, 2, width=16, depth=3), (torch.randn(10, 4), torch.randint(10, (2, 30)))
+
+    assert simulated(graph, Job(CPU)).memory.peak < simulated(graph, Job(CPU), "store").memory.peak
 
 
 def test_what_a_rank_holds_adds_up_and_reversing_does_not_grow_with_depth() -> None:
