@@ -1,6 +1,8 @@
 """Plans on paper, held against real training steps on this machine: bytes of models, bytes of ranks, order of modes.
 
-    python benchmarks/paper_predictions.py [--only bytes,held-out,compiled,ranks,tools,times] [--quick] [--output DIR]
+    python benchmarks/paper_predictions.py [--only PARTS] [--quick] [--output DIR]
+
+The parts are bytes, held-out, compiled, ranks, large, tools and times, with commas between them.
 
 Bytes are held against what the allocator hands out from the first tensor on (torch's profiler), not against a tracker
 of retrograde. Times are held against real steps, on the roofline that `--on this` measures: run that part on a
@@ -16,10 +18,12 @@ import gc
 import itertools
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -40,12 +44,14 @@ from retrograde.measure.training_step import loss_of, step_seconds
 from retrograde.planning._measure import following
 from retrograde.planning.on_paper.devices import Device, device_named
 from retrograde.planning.on_paper.jobs import Job
-from retrograde.planning.on_paper.planner import opened
+from retrograde.planning.on_paper.planner import opened, plan_job
 
 MODES = ("store", "checkpoint", "reverse")
 OF_A_MODEL, OF_A_RANK, PAIRS = 0.02, 0.05, 0.90
 STEPS_OF_A_RANK = 7
 SURE = 0.03  # times that differ by less than this have no order that a machine could keep
+PARTS = "bytes,held-out,compiled,ranks,large,tools,times"
+TWO_MINUTES, FOUR_GIB = 120, 2**32
 CPU = Device("cpu", 10**13, 1e10, {"float32": 1e11}, is_cpu=True, title="CPU")
 
 Section = tuple[list[str], list[str]]
@@ -53,7 +59,7 @@ Section = tuple[list[str], list[str]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="bytes,held-out,compiled,ranks,tools,times", help="parts of the report")
+    parser.add_argument("--only", default=PARTS, help="parts of the report")
     parser.add_argument("--quick", action="store_true", help="two models, two processes")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -68,6 +74,7 @@ def main() -> None:
         "held-out": of_held_out,
         "compiled": of_compiled,
         "ranks": of_ranks,
+        "large": of_a_large_model,
         "tools": of_tools,
         "times": of_times,
     }
@@ -278,6 +285,37 @@ def wrappers() -> dict[str, Callable[[nn.Module], nn.Module]]:
         return fully_shard(model, mesh=mesh)
 
     return {"ddp": nn.parallel.DistributedDataParallel, "fsdp2": fsdp2}
+
+
+# A large model
+
+
+def of_a_large_model(quick: bool) -> Section:
+    """How long a plan for 70 billion parameters takes, and in how much memory, in a new process."""
+    from paper_tables import SHAPES
+
+    name = "8b" if quick else "70b"
+    code = f"from paper_predictions import plan_large; plan_large({name!r})"
+    result = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
+    seconds, taken, most = json.loads(result.stdout)
+    lines = [
+        "## A plan for a large model",
+        "",
+        f"{SHAPES[name].title}; {SHAPES[name].ranks} ranks, {SHAPES[name].shard}, 70 GiB each: {taken:.0f} s of "
+        f"processor time ({seconds:.0f} s by the clock) in {most / 2**30:.2f} GiB, torch itself included. Limits: "
+        f"{TWO_MINUTES} s, {FOUR_GIB // 2**30} GiB.",
+    ]
+    return lines, [f"a plan for {name}: {taken:.0f} s, {most} bytes"] * (taken > TWO_MINUTES or most > FOUR_GIB)
+
+
+def plan_large(name: str) -> None:
+    """Print the seconds by the clock, those of the processor, and the most bytes of this process."""
+    from paper_tables import SHAPES
+
+    start = time.perf_counter()
+    plan_job(SHAPES[name].make, SHAPES[name].job(), 70 * 2**30)
+    seconds = time.perf_counter() - start
+    print(json.dumps([seconds, time.process_time(), 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
 
 
 # Other tools
