@@ -19,10 +19,8 @@ import itertools
 import json
 import os
 import resource
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -32,12 +30,13 @@ from typing import Any
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # bf16 products are illegal instructions on some CPUs
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from harness.allocated import allocated_peak, counting_allocations, peaks_of_steps
+from harness.allocated import allocated_peak
 from harness.machine import describe, load
-from harness.paper_models import HELD_OUT, MODELS, RANKED, Made
+from harness.paper_models import HELD_OUT, MODELS, Made
+from harness.paper_ranks import of_ranks, work
+from harness.paper_steps import CPU, MODES, Section, prepare, tell
 from retrograde.measure.stacks import stacks_of
 from retrograde.measure.timing import least_seconds
 from retrograde.measure.training_step import loss_of, step_seconds
@@ -46,15 +45,10 @@ from retrograde.planning.on_paper.devices import Device, device_named
 from retrograde.planning.on_paper.jobs import Job
 from retrograde.planning.on_paper.planner import opened, plan_job
 
-MODES = ("store", "checkpoint", "reverse")
-OF_A_MODEL, OF_A_RANK, PAIRS = 0.02, 0.05, 0.90
-STEPS_OF_A_RANK = 7
+OF_A_MODEL, PAIRS = 0.02, 0.90
 SURE = 0.03  # times that differ by less than this have no order that a machine could keep
 PARTS = "bytes,held-out,compiled,ranks,large,tools,times"
 TWO_MINUTES, FOUR_GIB = 120, 2**32
-CPU = Device("cpu", 10**13, 1e10, {"float32": 1e11}, is_cpu=True, title="CPU")
-
-Section = tuple[list[str], list[str]]
 
 
 def main() -> None:
@@ -65,7 +59,8 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.worker:
-        work(json.loads(chosen.worker))
+        task = json.loads(chosen.worker)
+        plan_large(task["large"]) if "large" in task else work(task)
         return
     lines = ["# What is predicted on paper, and what real steps need", "", *describe(load(), ["torch", "accelerate"])]
     past: list[str] = []
@@ -91,10 +86,6 @@ def main() -> None:
     print(text)
     print(f"written to {target}", file=sys.stderr)
     sys.exit(1 if past else 0)
-
-
-def tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 # Bytes of a model
@@ -182,111 +173,6 @@ def compiled_peak(make: Callable[[], Made], mode: str) -> int:
     return peak
 
 
-Wrap = Callable[[nn.Module], nn.Module]
-
-
-def prepare(make: Callable[[], Made], mode: str, wrap: Wrap | None = None) -> Callable[[], None]:
-    """A model and its optimiser; returns its training step."""
-    torch.manual_seed(0)
-    model, batch, loss, optimizer = (*make(), None, None)[:4]
-    for stack in stacks_of(model).values():
-        stack.memory = mode
-    if wrap is not None:
-        model, optimizer = wrap(model), None
-    optimizer = optimizer or torch.optim.AdamW(model.parameters())
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss_of(model, batch, loss).backward()
-        optimizer.step()
-
-    return step
-
-
-# Bytes of a rank
-
-
-def of_ranks(quick: bool) -> Section:
-    lines = [
-        "## The peak of a rank",
-        "",
-        "Real processes (gloo). Each counts its own allocations, whichever thread frees them, in "
-        f"{STEPS_OF_A_RANK} training steps after two. gloo copies what it exchanges, and frees the copy on a thread of "
-        "its own, sooner or later after the collective: so peaks differ from step to step. The median of all steps of "
-        f"all ranks is held against the prediction; the least and the most are shown. Limit: {OF_A_RANK:.0%}.",
-        "",
-        "| model | ranks | shard | memory | predicted, bytes | allocated, bytes: median | least | most | off by |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    past: list[str] = []
-    settings = itertools.product(list(RANKED)[: 1 if quick else None], (2,) if quick else (2, 4), ("ddp", "fsdp2"))
-    for name, ranks, shard in settings:
-        tell(f"{name}, {ranks} ranks, {shard}")
-        for mode, (predicted, peaks) in peaks_of_ranks(name, ranks, shard).items():
-            median = statistics.median_low(peaks)
-            off = predicted / median - 1
-            lines.append(
-                f"| {name} | {ranks} | {shard} | {mode} | {predicted} | {median} | {min(peaks)} | {max(peaks)} | "
-                f"{off:+.2%} |"
-            )
-            past += [f"a rank of {name}, {ranks} x {shard}, {mode}, by {off:+.1%}"] * (abs(off) > OF_A_RANK)
-    return lines, past
-
-
-def peaks_of_ranks(name: str, ranks: int, shard: str) -> dict[str, tuple[int, list[int]]]:
-    """For each mode, the peak that is predicted for a rank, and those of the steps of all real processes."""
-    with opened(RANKED[name], Job(CPU, ranks, shard)) as subject:
-        rank = subject.rank()
-        predicted = {mode: rank.step([mode] * len(rank.stacks)).memory.peak for mode in MODES}
-    real = in_processes({"model": name, "ranks": ranks, "shard": shard})
-    return {mode: (predicted[mode], [peak for each in real for peak in each[mode]]) for mode in MODES}
-
-
-def in_processes(task: dict[str, Any]) -> list[dict[str, list[int]]]:
-    """The peaks of each mode's steps, in each of several processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        tasks = [{**task, "rank": rank, "folder": folder} for rank in range(task["ranks"])]
-        command = [sys.executable, "-W", "ignore", __file__, "--worker"]
-        environment = {**counting_allocations(Path(folder)), "OMP_NUM_THREADS": "1"}
-        processes = [subprocess.Popen([*command, json.dumps(each)], env=environment) for each in tasks]
-        try:
-            codes = [process.wait(timeout=600) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        if any(codes):
-            raise RuntimeError(f"A process of {task} failed.")
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(task["ranks"])]
-
-
-def work(task: dict[str, Any]) -> None:
-    """One rank of a real job."""
-    store = dist.FileStore(str(Path(task["folder"], "store")), task["ranks"])
-    dist.init_process_group("gloo", store=store, rank=task["rank"], world_size=task["ranks"])
-    peaks = {}
-    for mode in MODES:
-        prepared = partial(prepare, RANKED[task["model"]], mode, wrappers()[task["shard"]])
-        peaks[mode] = peaks_of_steps(prepared, STEPS_OF_A_RANK)
-        gc.collect()
-        dist.barrier()
-    Path(task["folder"], f"{task['rank']}.json").write_text(json.dumps(peaks))
-    dist.destroy_process_group()
-
-
-def wrappers() -> dict[str, Callable[[nn.Module], nn.Module]]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    def fsdp2(model: nn.Module) -> nn.Module:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for stack in stacks_of(model).values():
-            for block in stack.blocks:
-                fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
-
-    return {"ddp": nn.parallel.DistributedDataParallel, "fsdp2": fsdp2}
-
-
 # A large model
 
 
@@ -295,9 +181,8 @@ def of_a_large_model(quick: bool) -> Section:
     from paper_tables import SHAPES
 
     name = "8b" if quick else "70b"
-    code = f"from paper_predictions import plan_large; plan_large({name!r})"
-    result = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
-    seconds, taken, most = json.loads(result.stdout)
+    command = [sys.executable, "-W", "ignore", __file__, "--worker", json.dumps({"large": name})]
+    seconds, taken, most = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     lines = [
         "## A plan for a large model",
         "",

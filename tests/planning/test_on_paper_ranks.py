@@ -9,7 +9,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from paper_predictions import peaks_of_ranks
+from harness.paper_ranks import peaks_of_ranks
 
 
 @pytest.mark.parametrize("shard", ["ddp", "fsdp2"])
