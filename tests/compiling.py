@@ -37,6 +37,19 @@ class Mlp(nn.Module):
         return update
 
 
+class Attention(nn.Module):
+    """Its query, key and value are parts of one projection: tensors that begin in the middle of their memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.project, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.project(self.norm(x)).chunk(3, -1)
+        update: Tensor = self.out(nn.functional.scaled_dot_product_attention(*parts, is_causal=True))
+        return update
+
+
 class Model(nn.Module):
     """A stack between two layers, so that there is something to compile on both sides of it."""
 

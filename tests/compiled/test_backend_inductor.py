@@ -10,7 +10,7 @@ import torch._functorch.config as functorch_config
 from torch import Tensor
 
 import retrograde as rg
-from compiling import QUIET, WIDTH, Mlp, Model, assert_close, gradients
+from compiling import QUIET, WIDTH, Attention, Mlp, Model, assert_close, gradients
 
 pytestmark = [QUIET, pytest.mark.slow]
 
@@ -46,6 +46,17 @@ def test_dropout_has_the_gradients_of_a_finite_difference_at_every_budget(budget
 
     with functorch_config.patch(activation_memory_budget=budget):
         assert slope_error(loss, [x, *model.parameters()]) < 1e-6
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.5])
+def test_attention_has_the_gradients_of_eager_at_every_budget(budget: float) -> None:
+    torch.manual_seed(0)
+    model = Model([rg.two_stream(Attention(), Mlp()) for _ in range(2)], memory="store").double()
+    x = torch.randn(2, 6, WIDTH, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *model.parameters()]
+    compiled = torch.compile(model, backend="retrograde", fullgraph=True)
+    with functorch_config.patch(activation_memory_budget=budget):
+        assert_close(gradients(compiled, x, leaves), gradients(model, x, leaves), 1e-12)
 
 
 def test_exact_gradients_are_bit_identical_to_stored_ones_and_close_to_eager_ones() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import pytest
 import torch
+import torch._functorch.config as functorch_config
 from torch import fx
 
 import retrograde as rg
-from compiling import QUIET, WIDTH, ByRule, Mlp, Model
+from compiling import QUIET, WIDTH, Attention, ByRule, Mlp, Model
 
 pytestmark = QUIET
 
@@ -22,11 +24,11 @@ class Halves(ByRule):
         return self.halves
 
 
-def halves(depth: int, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+def halves(depth: int, branch: type[Any] = Mlp, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     torch.compiler.reset()
-    backend, model = Halves(), Model([rg.two_stream(Mlp(), Mlp()) for _ in range(depth)], **options)
+    backend, model = Halves(), Model([rg.two_stream(branch(), Mlp()) for _ in range(depth)], **options)
     run = torch.compile(model, backend=backend, fullgraph=True)
-    run(torch.randn(6, WIDTH, requires_grad=True)).sum().backward()
+    run(torch.randn(*([6] if branch is Mlp else [2, 6]), WIDTH, requires_grad=True)).sum().backward()
     forward, backward = backend.halves
     return forward, backward
 
@@ -55,3 +57,19 @@ def test_steps_on_a_grid_run_the_same_code_twice() -> None:
     forward, backward = halves(3, exact=True)
     first, second = ({str(call.args[1]) for call in calls(half)} for half in (forward, backward))
     assert first <= second
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.5])
+@pytest.mark.parametrize("options", [{"memory": "store"}, {"memory": "store", "exact": True}, {}], ids=str)
+def test_regions_return_whole_tensors_of_their_own(options: dict[str, Any], budget: float) -> None:
+    """Inductor takes what a region returns for new memory that begins where it says (NOTE [Aliases of a region])."""
+    with functorch_config.patch(activation_memory_budget=budget):
+        regions = [region for half in halves(3, Attention, **options) for region in half.children()]
+    assert regions
+    for region in regions:
+        values = [node.meta["val"] for node in region.graph.find_nodes(op="placeholder")]
+        given = [torch.zeros(tuple(value.shape), dtype=value.dtype) for value in values]
+        outputs = [each for each in region(*given) if isinstance(each, torch.Tensor)]
+        memory = [each.untyped_storage().data_ptr() for each in (*given, *outputs)]
+        assert len(set(memory[len(given) :]) - set(memory[: len(given)])) == len(outputs)
+        assert all(each.storage_offset() == 0 for each in outputs)

@@ -5,6 +5,8 @@ NOTE [Aliases of a region]
  a region returns for new memory, and may overwrite the input once nothing seems to need it: gradients were wrong in
  torch 2.13. So the graph around a region reads such outputs from where they came: the input itself, the same view of
  it, or an earlier output that is the same tensor. Two views of one tensor inside of a region are made two tensors.
+ And a region returns None in the place of such outputs: Inductor uses the memory of what nobody reads for something
+ else at once.
 """
 
 from __future__ import annotations
@@ -15,19 +17,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from .compiler_internals import FIRST_OPERAND, all_called_regions, region_name, sort_nodes, views_first_input
+from .compiler_internals import FIRST_OPERAND, all_called_regions, sort_nodes, views_first_input
 
 
 def undo_aliases(module: fx.GraphModule) -> None:
     """Let the graph around regions read no output that shares memory. See NOTE [Aliases of a region]."""
-    separated: set[str] = set()
-    for call, region in all_called_regions(module):
-        name = region_name(call)
-        if name not in separated:
-            _separate_outputs(region)
-            separated.add(name)
+    calls = all_called_regions(module)
+    regions = list(dict.fromkeys(region for _, region in calls))
+    for region in regions:
+        _separate_outputs(region)
+    for call, region in calls:
         _reroute(module.graph, call, region)
-    if separated:
+    for region in regions:
+        _drop_aliases(region)
+    if regions:
         sort_nodes(module.graph)  # the tensor of which a view is made may be read from a call after the view is
         module.recompile()
 
@@ -53,13 +56,28 @@ def _base(node: fx.Node) -> fx.Node:
     return views[-1].args[0] if views else node  # type: ignore[return-value]
 
 
+def _is_part(node: fx.Node) -> bool:
+    """Whether a node is one of several views that an operator makes of a tensor (split, unbind)."""
+    whole = node.args[0] if node.target is operator.getitem else None
+    return isinstance(whole, fx.Node) and views_first_input(whole)
+
+
+def _starts_inside(node: fx.Node) -> bool:
+    """Whether a tensor begins in the middle of its memory."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.storage_offset() != 0
+
+
 def _can_be_made_outside(view: fx.Node) -> bool:
     """Whether the sizes of a view are numbers, or inputs of the region."""
     return all(node.op == "placeholder" for node in view.all_input_nodes if node is not view.args[0])
 
 
 def _separate_outputs(region: fx.GraphModule) -> None:
-    """Copy outputs that are views of the same tensor as an earlier one, and not of an input or of an output itself."""
+    """Copy outputs that are views of the same tensor as an earlier one, and not of an input or of an output itself.
+
+    And those that begin in the middle of their memory: Inductor adds their offset a second time where they are read.
+    """
     (output,) = region.graph.find_nodes(op="output")
     values = _outputs(region)
     bases: set[fx.Node] = set()
@@ -68,13 +86,20 @@ def _separate_outputs(region: fx.GraphModule) -> None:
             continue
         base = _base(value)
         is_known_outside = base.op == "placeholder" or base in values[:i]
-        if not all(map(_can_be_made_outside, _views(value))) or (base in bases and not is_known_outside):
+        is_shared = base in bases or _is_part(base) or _starts_inside(value)
+        if not all(map(_can_be_made_outside, _views(value))) or (is_shared and not is_known_outside):
             with region.graph.inserting_before(output):
                 values[i] = region.graph.call_function(torch.ops.aten.clone.default, (value,))
             values[i].meta = dict(value.meta)
         bases.add(base)
     output.args = (tuple(values),)
     region.recompile()
+
+
+def _is_alias(values: list[Any], i: int) -> bool:
+    """Whether an output is an input, an output before it, or a view of one of them."""
+    base = _base(values[i])
+    return base.op == "placeholder" or base in values[:i]
 
 
 def _reroute(graph: fx.Graph, call: fx.Node, region: fx.GraphModule) -> None:
@@ -84,12 +109,30 @@ def _reroute(graph: fx.Graph, call: fx.Node, region: fx.GraphModule) -> None:
     sources: dict[fx.Node, Any] = dict(zip(inputs, call.args[FIRST_OPERAND:], strict=True))
     items: dict[Any, fx.Node] = {user.args[1]: user for user in call.users if user.target is operator.getitem}
     for i, item in sorted(items.items()):
-        value = values[i]
-        source = sources.get(_base(value)) if isinstance(value, fx.Node) else None
-        if isinstance(source, fx.Node):
-            item.replace_all_uses_with(_same_view(graph, item, value, sources))
-        elif isinstance(value, fx.Node) and _base(value) is value:
-            sources[value] = item  # a later output may be the same tensor, or a view of it
+        if not isinstance(values[i], fx.Node) or not _is_alias(values, i):
+            continue
+        base = _base(values[i])
+        if base not in sources:
+            sources[base] = items.get(values.index(base)) or _item(graph, call, values.index(base), base)
+        item.replace_all_uses_with(_same_view(graph, item, values[i], sources))
+        graph.erase_node(item)
+
+
+def _item(graph: fx.Graph, call: fx.Node, i: int, value: fx.Node) -> fx.Node:
+    """An output of a call that nothing has read yet."""
+    with graph.inserting_after(call):
+        item = graph.call_function(operator.getitem, (call, i))
+    item.meta = {**value.meta, "partitioner_tag": call.meta.get("partitioner_tag")}
+    return item
+
+
+def _drop_aliases(region: fx.GraphModule) -> None:
+    """Return None for outputs that are read from elsewhere."""
+    values = _outputs(region)
+    (output,) = region.graph.find_nodes(op="output")
+    output.args = (tuple(None if isinstance(v, fx.Node) and _is_alias(values, i) else v for i, v in enumerate(values)),)
+    region.graph.eliminate_dead_code()
+    region.recompile()
 
 
 def _same_view(graph: fx.Graph, item: fx.Node, value: fx.Node, sources: dict[fx.Node, Any]) -> fx.Node:
