@@ -41,7 +41,10 @@ MODULES: list[Edit] = [
     ("        or not cached.state.snapshot.is_current()\n", ""),
     ("        and state.snapshot.is_current()\n", ""),
 ]
-DRAWS: list[Edit] = [("cpu_rng_memory() != around.cpu_memory and around.drew()", "False")]
+DRAWS: list[Edit] = [
+    ("string_at((now := _read_rng()).data_ptr(), now.numel()) != around.states[0]  # as `rng.read` does", "False"),
+    ("            or (len(around.states) > 1 and around.drew())\n", ""),
+]
 VERSIONS: list[Edit] = [
     ("weights = list(map(_version, tracked := state.snapshot.tracked))", "weights = []"),
     ("list(map(_version, tracked)) != weights", "False"),
@@ -51,7 +54,7 @@ VERSIONS: list[Edit] = [
 ]
 SAVED: list[Edit] = [
     ("record.saved = list(map(signature, saved))", "record.saved = None"),
-    ("        is_same = is_same and list(map(signature, capture.tensors)) == record.saved\n", ""),
+    ("is_same and list(map(signature, capture.tensors)) == record.saved", "is_same"),
 ]
 CHECKS: dict[str, list[Edit]] = {
     "modules, parameters and flags in their places": MODULES,

@@ -108,3 +108,75 @@ def test_an_exact_stack_says_when_a_replay_runs_another_compiled_graph() -> None
         two_lengths()
     two_lengths(exact=False)  # no more than rounding
     two_lengths(dynamic=True)  # the remedy
+
+
+def attend(x: Tensor) -> Tensor:
+    return torch.softmax(x @ x.mT, -1) @ x
+
+
+class Holding(nn.Module):
+    """A branch that is not compiled, with a part of it that is."""
+
+    def __init__(self, part: Any) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.part(self.mix(x))
+        return out
+
+
+ATTEND = torch.compile(attend, backend="eager")
+
+
+def named(x: Tensor) -> Tensor:
+    out: Tensor = ATTEND(x)
+    return out
+
+
+class Naming(nn.Module):
+    """The same, but the part is a global, as compiled attention often is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return named(x)
+
+
+def compiled_in_place() -> nn.Module:
+    part = Mlp()
+    part.compile(backend="eager")
+    return part
+
+
+def branch_with(part: str) -> Any:
+    if part == "a global":
+        return Naming()
+    if part == "the branch, a function":
+        return torch.compile(attend, backend="eager")
+    if part == "a function that a function calls":
+        return lambda x: named(x)
+    made = {
+        "a module": lambda: torch.compile(Mlp(), backend="eager"),
+        "a module, in place": compiled_in_place,
+        "an attribute": lambda: torch.compile(attend, backend="eager"),
+        "a module below": lambda: nn.Sequential(torch.compile(Mlp(), backend="eager"), nn.Tanh()),
+    }
+    return Holding(made[part]())
+
+
+PARTS = ["a module", "a module, in place", "an attribute", "a module below", "a global", "the branch, a function",
+         "a function that a function calls"]  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_an_exact_stack_sees_compiled_parts_inside_a_branch(part: str) -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    branch = branch_with(part)
+    stack = rg.ReversibleSequence([rg.two_stream(branch, branch) for _ in range(2)], exact=True)
+    calls = [torch.randn(2, length, WIDTH, requires_grad=True) for length in (4, 6)]
+    first, second = (stack(x).sum() for x in calls)  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match=r"(?s)in block \d ran another compiled graph.*dynamic=True"):
+        torch.autograd.grad(first + second, calls)
+    for x in calls:
+        torch.autograd.grad(stack(x).sum(), x)  # type: ignore[union-attr]  # one call at a time is right

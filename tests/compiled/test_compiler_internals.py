@@ -31,6 +31,17 @@ def test_a_call_of_a_region_asks_for_its_schema_by_region_name_and_operands() ->
     assert list(inspect.signature(generate).parameters) == ["self", "subgraph", "identifier", "operands"]
 
 
+def test_the_checks_that_a_region_leaves_out_are_those_of_its_inputs() -> None:
+    assert "self._pending_input_asserts[name] = (size, stride)" in inspect.getsource(
+        compiler_internals.SubgraphPythonWrapperCodegen.codegen_input_size_asserts
+    )
+
+
+def test_the_partitioner_recomputes_nothing_that_must_be_saved() -> None:
+    source = inspect.getsource(partitioners.solve_min_cut)
+    assert 'if node.meta.get("recompute", None) == CheckpointPolicy.MUST_SAVE:' in source
+
+
 def test_what_torch_compile_wraps_around_a_backend_is_known() -> None:
     wrapper = torch._TorchCompileWrapper("retrograde", None, {"regions": False}, None)
     assert wrapper.compiler_fn is compiler_internals_backend()

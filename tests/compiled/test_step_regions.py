@@ -73,3 +73,15 @@ def test_regions_return_whole_tensors_of_their_own(options: dict[str, Any], budg
         memory = [each.untyped_storage().data_ptr() for each in (*given, *outputs)]
         assert len(set(memory[len(given) :]) - set(memory[: len(given)])) == len(outputs)
         assert all(each.storage_offset() == 0 for each in outputs)
+
+
+def test_torchs_budget_is_applied_inside_of_regions_and_runs_none_again() -> None:
+    """Outside of a region it could only run the branch a second time, as a whole."""
+    saved = []
+    for budget in (1.0, 0.5):
+        with functorch_config.patch(activation_memory_budget=budget):
+            forward, backward = halves(4, Attention, memory="store")
+        assert len(calls(backward)) <= 2 * 4
+        (output,) = forward.graph.find_nodes(op="output")
+        saved.append(sum(n.meta["val"].numel() for n in output.args[0] if n.op != "placeholder"))
+    assert saved[1] < saved[0]

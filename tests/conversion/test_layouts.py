@@ -112,6 +112,18 @@ def test_nothing_is_converted_if_one_of_several_lists_cannot_be() -> None:
     assert not any(isinstance(module, rg.ReversibleSequence) for module in model.modules())
 
 
+@pytest.mark.parametrize("given", ["the list itself", "a list of lists", "a number"])
+def test_layers_that_are_not_named_are_refused_in_a_sentence(given: str) -> None:
+    model = Pair()
+    layers: Any = {
+        "the list itself": model.encoder.layers,
+        "a list of lists": [model.encoder.layers, model.decoder.layers],
+        "a number": 3,
+    }[given]
+    with pytest.raises(TypeError, match=r"layers= got a (ModuleList|list|int), and takes names in the model: layers="):
+        convert(model, layers=layers)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
     "wrap", [nn.DataParallel, partial(torch.compile, backend="eager")], ids=["DataParallel", "torch.compile"]

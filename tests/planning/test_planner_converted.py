@@ -9,7 +9,7 @@ import torch
 
 import retrograde as rg
 from retrograde.measure.training_step import step_peak
-from retrograde.planning import _blocks, _measure, choose, measure, predict, smallest
+from retrograde.planning import _blocks, _compare, _measure, choose, compare, measure, predict, smallest
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [
@@ -62,3 +62,22 @@ def test_predicted_peaks_are_those_of_real_steps(make: Any, depth: int, recipe: 
         stack.memory = plan
         step_peak(model, batch)  # the engine inspects the layers when they first run so
         assert predict(chain, plan.memory).peak == pytest.approx(step_peak(model, batch), rel=0.02), plan
+
+
+@pytest.mark.parametrize(("recipe", "are_groups"), [("unchanged", False), ("momentum", True)])
+def test_groups_of_blocks_are_compared_with_only_where_they_can_run(
+    recipe: str, are_groups: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of "unchanged" run one by one, when the model calls them: a row of groups would repeat the row above."""
+    monkeypatch.setattr(_compare, "least_seconds", lambda ways, *_: dict.fromkeys(ways, 1.0))
+    torch.manual_seed(0)
+    model = llama(4).train()
+    rg.convert(model, recipe)
+    tokens = torch.randint(1, 64, (4, LENGTH))
+    batch = {"input_ids": tokens, "labels": tokens}
+    found = compare(model, batch, choose(measure(model, batch), 1 << 40))
+    peaks = {row.name: row.peak for row in found.rows}
+    assert ("checkpoint √n" in peaks) is ("checkpoint √n: the same" in found.table()) is are_groups
+    assert ("reverse" in peaks) is ("reverse: the input" in found.table()) is are_groups
+    if are_groups:
+        assert peaks["checkpoint √n"] > peaks["checkpoint each block"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,28 @@ def test_no_file_elsewhere_is_emptied_through_a_link(folder: Path, name: str, li
         (folder / "run" / name).symlink_to(precious)
     with contextlib.suppress(TrainingError):  # which is right, too
         runs.trained(folder)
+    assert precious.read_text() == "precious"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["link", "file", "pipe"])
+@pytest.mark.parametrize("name", [LAST.name, f"{LAST.name}.unfinished", f"{LAST.name}.removed"])
+def test_what_is_not_a_folder_where_a_checkpoint_goes_is_replaced_unread(folder: Path, name: str, kind: str) -> None:
+    """A pipe that is opened waits for somebody who writes into it: the run looked hung."""
+    precious, place = folder / "precious.txt", folder / LAST.parent / name
+    precious.write_text("precious")
+    shutil.rmtree(folder / LAST)
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "link":
+        place.symlink_to(precious)
+    else:
+        place.write_text("no checkpoint")
+    runs.trained(folder)
+    assert sorted(path.name for path in (folder / LAST.parent).iterdir())[-1] == LAST.name
+    assert (folder / LAST / "state.json").is_file()
+    assert not (folder / LAST).is_symlink()
     assert precious.read_text() == "precious"
 
 

@@ -24,6 +24,7 @@ from .compiler_internals import (  # names that older versions do not have
     hash_of_files,
     inductor_backend,
     merge_equal_nodes,
+    regions_unchecked,
     schemas_made_once,
     without_donated_buffers,
 )
@@ -70,7 +71,7 @@ class Backend:
         if has_marks and not any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs):
             strip_marks(module.graph)
             module.recompile()
-        with without_donated_buffers(), schemas_made_once():
+        with without_donated_buffers(), schemas_made_once(), regions_unchecked():
             return self.compile(module, inputs, **options)
 
     def compile(

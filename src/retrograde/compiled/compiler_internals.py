@@ -17,6 +17,7 @@ from torch._functorch import partitioners
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
+from torch._inductor.codegen.wrapper import SubgraphPythonWrapperCodegen
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
 
@@ -201,6 +202,11 @@ def schemas_made_once() -> Any:
         return schemas[name]
 
     return mock.patch.object(type(invoke_subgraph), "gen_schema", generate_once)
+
+
+def regions_unchecked() -> Any:
+    """A context in which regions do not check the layout of each input: the graph around them made or checked it."""
+    return mock.patch.object(SubgraphPythonWrapperCodegen, "codegen_input_size_asserts", return_value=None)
 
 
 def inductor_backend(mode: str | None, options: dict[str, Any] | None) -> Any:

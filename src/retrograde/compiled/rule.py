@@ -29,11 +29,13 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograde.engine.graph_marks import SAVED, SOURCE, START, STEP, is_mark, strip_marks
 
 from .compiler_internals import (
     BACKWARD,
+    all_called_regions,
     cannot_repeat,
     draws_from_seed,
     edited_inputs,
@@ -63,6 +65,8 @@ def apply_rule(module: fx.GraphModule) -> bool:
     for depth in sorted({node.args[-1] for node in marks}):
         copied |= _Rewrite(module, backward - copied, depth).run()
     _save_draws(module)
+    if marks:
+        _never_rerun(module)
     keep_asserts_forward(graph)
     strip_marks(graph)
     sort_nodes(graph)
@@ -96,6 +100,13 @@ def _save_draws(module: fx.GraphModule) -> None:
         if node.op == "call_function" and is_random(node, module):
             for each in [node, *(user for user in node.users if user.target is operator.getitem)]:
                 each.meta[SAVE] = isinstance(each.meta.get("val"), torch.Tensor)
+
+
+def _never_rerun(module: fx.GraphModule) -> None:
+    """Keep torch's activation budget from running regions a second time: it is applied inside of them instead."""
+    for call, _ in all_called_regions(module):
+        if not is_backward(call):
+            call.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _read_before_edits(graph: fx.Graph) -> None:

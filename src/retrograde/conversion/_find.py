@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,7 +49,7 @@ class LayerList:
 def find_layers(model: nn.Module, layers: Layers) -> list[LayerList]:
     """The lists of layers that were named, or the only one in the model."""
     if layers is not None:
-        paths = [layers] if isinstance(layers, str) else list(layers)
+        paths = [layers] if isinstance(layers, str) else _names_of(layers)
         if not paths:
             raise ValueError("layers=[] names no list to convert.")
         return [place for path in paths for place in _named(model, path)]
@@ -65,6 +65,17 @@ def find_layers(model: nn.Module, layers: Layers) -> list[LayerList]:
         + "Name the nn.ModuleList or nn.Sequential to convert, as in layers='transformer.h', or several: "
         "layers=['encoder.layers', 'decoder.layers'], layers='stages.*.blocks'."
     )
+
+
+def _names_of(layers: object) -> list[str]:
+    """Several names; an error for anything else, such as the list of layers itself."""
+    names = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, nn.Module) else [layers]
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"layers= got a {type(layers).__name__}, and takes names in the model: layers='transformer.h', "
+            "or several: layers=['encoder.layers', 'decoder.layers']. model.named_modules() lists them."
+        )
+    return [name for name in names if isinstance(name, str)]
 
 
 def _named(model: nn.Module, path: str) -> list[LayerList]:

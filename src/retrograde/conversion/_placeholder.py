@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrograde.engine.torch_internals import has_values
+from retrograde.engine.fake_internals import has_values
 
 _ATTRIBUTES = (
     "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_meta",

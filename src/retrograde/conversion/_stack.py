@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from retrograde.engine.exactness import make_exact
+from retrograde.engine.fake_internals import has_values
 from retrograde.engine.graph_marks import is_traced
 from retrograde.engine.run import outside_compiled_graphs
-from retrograde.engine.torch_internals import has_values
 from retrograde.memory import Memory
 from retrograde.sequence import ReversibleSequence
 

@@ -29,7 +29,7 @@ class BranchTraits:
         self.draws_own = True  # from generators that the branch has itself
         self.edits = True  # its buffers
         self.unchanging: set[tuple[int, str]] = set()  # buffers that it was seen to leave unchanged
-        self.may_stop = False  # a replay that ran to its end saved what the first run did, and all of it was filled
+        self.may_stop = False  # a replay ran to its end and saved what the first run did
         self.verified = False  # the coupling's inverse was checked
         self._saves_nothing: dict[tuple[Any, ...], None] = {}
 

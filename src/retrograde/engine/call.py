@@ -19,7 +19,6 @@ from .exactness import Ranges
 from .observer import Observer
 from .torch_internals import (
     cached_parametrizations,
-    cpu_rng_memory,
     float32_precision,
     inside_function_transform,
     parametrizations_cached,
@@ -29,12 +28,11 @@ from .torch_internals import (
 class CallEnvironment:
     """What surrounds a whole call: autocast, and the generators that any branch may draw from.
 
-    `states` are those of torch's generators when they were last read; the first is that of the CPU's. `cpu_memory` is
-    what `cpu_rng_memory` gives for them: while it does, no generator has moved. Empty if that is not known.
+    `states` are those of torch's generators when they were last read; the first is that of the CPU's.
     """
 
-    __slots__ = ("_autocast", "_cache", "_global_seen", "_precision", "_states", "caches_parametrizations",
-                 "cpu_memory", "drew_globally", "generators", "global_generators")  # fmt: skip
+    __slots__ = ("_autocast", "_cache", "_global_seen", "_precision", "caches_parametrizations", "drew_globally",
+                 "generators", "global_generators", "states")  # fmt: skip
 
     def __init__(self, devices: Sequence[torch.device], context: Iterable[Any]) -> None:
         kinds = dict.fromkeys(["cpu", *(d.type for d in devices if d.type != "meta")])
@@ -52,23 +50,9 @@ class CallEnvironment:
         """The RNG states of torch's generators."""
         return [rng.read(g) for g in self.generators]
 
-    @property
-    def states(self) -> list[Any]:
-        return self._states
-
-    @states.setter
-    def states(self, states: list[Any]) -> None:
-        self._states = states
-        self.cpu_memory = b""
-
     def drew(self) -> bool:
         """Whether one of torch's generators moved since `states` were read."""
-        memory = cpu_rng_memory()
-        if self.read() != self._states:
-            return True
-        if memory is not None and len(self._states) == 1:
-            self.cpu_memory = memory
-        return False
+        return self.read() != self.states
 
     def check_global_rng(self) -> None:
         """Note in `drew_globally` if Python's or NumPy's generator moved since it was last looked at."""

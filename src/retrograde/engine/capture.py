@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -27,11 +27,11 @@ class Capture:
     Attributes:
         index: the step's number on its tape.
         first: the first of the handles that it serves; `end` is behind the last.
-        stop_at: after how many tensors to stop the replay; -1 never.
+        pack: the hook that fills it, if it is not the ordinary one.
         is_reread: whether tensors stay after they were handed out: a node reads its saved tensors a second time.
     """
 
-    stop_at = -1
+    pack: Callable[[Tensor], int] | None = None
     is_reread = False
 
     def __init__(self, index: int, first: int, record: StepRecord) -> None:

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from retrograde.network.streams import Streams
 
-from . import rng
 from .call import Call
-from .capture import Capture
+from .capture import Capture, StopReplay
 from .saved_streams import KeepsStreams, SavedStreams
-from .step_record import StepRecord
 from .tape import Tape
-from .torch_internals import load_compiler
-
-_LAST = 4  # so many tensors one operator may save
+from .torch_internals import is_of_parameter, load_compiler, never_compiled, number_of_next_node
 
 
 class CheckpointTape(Tape):
@@ -56,44 +50,43 @@ class CheckpointTape(Tape):
             traits = record.cached.traits
             capture = Capture(i, self.first_handles[i], record)
             if i == last and traits.may_stop and self.call.observer is None:
-                capture.stop_at = len(record.versions)
-            elif i == last:
-                capture.tensors = _Saved(record)
+                capture.pack = make_stopping_hook(capture)
             captures.append(capture)
             streams = self.redo(record, streams, capture)
-            if isinstance(capture.tensors, _Saved):  # seen to repeat to its end
-                traits.may_stop = capture.tensors.was_filled()
+            capture.pack = None  # which holds tensors
+            if i == last:
+                traits.may_stop = True  # a replay that ran to its end saved what the first run did
         return captures
 
 
-class _Saved(list[Any]):
-    """What the last step saves; and whether, when it saved the last tensor, all that it had saved was filled.
+@never_compiled
+def make_stopping_hook(capture: Capture) -> Callable[[Tensor], int]:
+    """A hook for the last step, which stops the replay as soon as autograd has saved all tensors.
 
-    An operator may fill a tensor with random numbers after it was saved (RReLU does): a replay that stopped there would
-    leave it empty. Then random numbers are drawn after the last tensor was saved, or its numbers change. An accelerator
-    is not asked for them: the host would have to wait.
+    NOTE [Stopping early]
+     Most operators save their inputs before they compute: a replay that stops there skips the last product of a
+     branch. But an operator may fill a tensor after autograd has saved it (RReLU does with its noise). So the replay
+     stops only if everything that the last operator has saved is filled: each tensor is a result of an operator that
+     has ended (it has a `grad_fn`), a leaf that gets a gradient, a frozen parameter or a view of one. Otherwise the
+     replay runs to its end. Operators before the last one have ended: each operator creates its node before it saves,
+     and none creates a node while it computes, so tensors that were saved under the same number belong to one operator.
     """
+    tensors, versions, saves = capture.tensors, capture.versions, len(capture.record.versions)
+    doubtful: list[Tensor] = []  # saved by the operator that runs now, and perhaps not filled yet
+    operator = -1
 
-    def __init__(self, record: StepRecord) -> None:
-        super().__init__()
-        self._saves = len(record.versions)
-        self._drawn = record.state.drawn
-        self._had_drawn = False
-        self._samples: list[tuple[Tensor, Tensor]] = []
+    def pack(tensor: Tensor) -> int:
+        nonlocal operator
+        number = number_of_next_node()
+        if number != operator:
+            operator = number
+            doubtful.clear()
+        if tensor.is_leaf and not tensor.requires_grad:
+            doubtful.append(tensor)
+        tensors.append(tensor if tensor.is_leaf else tensor.detach())
+        versions.append(tensor._version)
+        if len(tensors) == saves and all(map(is_of_parameter, doubtful)):
+            raise StopReplay
+        return len(tensors) - 1
 
-    def append(self, tensor: Any) -> None:
-        super().append(tensor)
-        is_readable = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
-        if is_readable and len(self) > self._saves - _LAST:
-            self._samples.append((tensor, _sample(tensor)))
-        if len(self) == self._saves:
-            self._had_drawn = all(rng.read(generator) == after for generator, _, after in self._drawn)
-
-    def was_filled(self) -> bool:
-        """Asked after the replay. Lets go of the tensors, which autograd frees one by one."""
-        samples, self._samples = self._samples, []
-        return self._had_drawn and all(torch.equal(_sample(tensor), then) for tensor, then in samples)
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1)[:64].clone()
+    return pack

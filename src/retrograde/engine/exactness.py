@@ -26,10 +26,10 @@ from retrograde.network.step import Step, StepError, StreamName
 from retrograde.network.streams import Streams
 
 from . import rng
+from .fake_internals import has_values
 from .preserve import StateSnapshot
 from .torch_internals import (
     assert_in_graph,
-    has_values,
     inside_function_transform,
     is_exporting,
     outside_function_transforms,

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from retrograde.network.reachable import leaves_reached, reachable
 
 from . import rng
+from .fake_internals import has_values
 from .module_state import generators_of
-from .torch_internals import has_values
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, dict, set)

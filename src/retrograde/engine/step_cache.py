@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
 from retrograde.network.block import BoundStep
-from retrograde.network.reachable import reachable
+from retrograde.network.reachable import functions_reached, reachable
 from retrograde.network.step import Step, StepError
 from retrograde.network.streams import Streams
 
@@ -30,8 +32,15 @@ class CachedReplay:
 
     __slots__ = ("compiled", "coupling", "is_steady", "requires", "state", "stride", "target", "traits")
 
-    def __init__(self, bound: BoundStep, streams: Streams, state: BranchState, traits: BranchTraits) -> None:
-        self.compiled = compiled_code(state.branch)  # of a branch that the user compiled: one inside it need not run
+    def __init__(
+        self,
+        bound: BoundStep,
+        streams: Streams,
+        state: BranchState,
+        traits: BranchTraits,
+        compiled: Sequence[CodeType] = (),
+    ) -> None:
+        self.compiled = compiled  # parts of the branch that the user compiled
         self.coupling = bound.step.coupling
         self.target = bound.target
         self.requires = list(map(_requires_grad, streams))
@@ -47,13 +56,14 @@ class StepCache:
     It is kept with the step, and forgotten when the step is copied or saved.
     """
 
-    __slots__ = ("_snapshot", "_traits", "replay", "saved")
+    __slots__ = ("_compiled", "_snapshot", "_traits", "replay", "saved")
 
     def __init__(self) -> None:
         self.replay: CachedReplay | None = None  # of the step's last record, if it is steady
         self.saved: Any = None  # the shapes and dtypes that the last first run saved: calls share one list of them
         self._traits: dict[bool, BranchTraits] = {}
         self._snapshot: ModuleSnapshot | None = None
+        self._compiled: Sequence[CodeType] | None = None  # what the user compiled of it
 
     def __deepcopy__(self, memo: object) -> StepCache:
         return StepCache()
@@ -76,7 +86,7 @@ class StepCache:
                 f"({torch.__version__}) does not cast them again when the branch is recomputed. Use torch 2.13 or "
                 'later, autocast with cast_forward_inputs=False, or memory="store".'
             )
-        return CachedReplay(bound, streams, state, self.traits(state.snapshot.training))
+        return CachedReplay(bound, streams, state, self.traits(state.snapshot.training), self._compiled_parts(state))
 
     def branch_state(self, branch: Any, coupling: Any) -> BranchState:
         """The state around the branch as it is now."""
@@ -86,6 +96,18 @@ class StepCache:
         closed_over = list(reachable(branch))
         modules = [v for v in closed_over if isinstance(v, nn.Module)]
         return BranchState(branch, ModuleSnapshot(modules + roots, closed_over), closed_over)
+
+    def _compiled_parts(self, state: BranchState) -> Sequence[CodeType]:
+        """The code that the user compiled of a branch, of modules in it, and of functions that it calls."""
+        if "torch._dynamo" not in sys.modules:
+            return ()
+        if not isinstance(state.branch, nn.Module):
+            return _compiled([state.branch, *state.snapshot.modules], reachable(state.branch))
+        if self._snapshot is not state.snapshot:
+            return _compiled(state.snapshot.modules)
+        if self._compiled is None:
+            self._compiled = _compiled(state.snapshot.modules)
+        return self._compiled
 
     def traits(self, training: Sequence[bool]) -> BranchTraits:
         """The traits in a training mode, which is given by the flags of the branch's modules."""
@@ -103,6 +125,7 @@ class StepCache:
             for traits in self._traits.values():
                 traits.forget_saves()
             self._snapshot = snapshot if _lasts(snapshot) and not snapshot.has_tensors else None
+            self._compiled = None
         return snapshot
 
     def keep(self, cached: CachedReplay, *, can_replay: bool) -> None:
@@ -110,7 +133,7 @@ class StepCache:
         cached.is_steady = can_replay and not cached.traits.draws_globally and cached.state.has_left_nothing()
         snapshot = cached.state.snapshot
         if cached.is_steady and snapshot.has_tensors and _lasts(snapshot):  # in attributes, where the run left them
-            self._snapshot = snapshot
+            self._snapshot, self._compiled = snapshot, cached.compiled
         if cached.is_steady and self._snapshot is snapshot:
             self.replay = cached
 
@@ -119,6 +142,14 @@ class StepCache:
         self.replay = None
         for traits in self._traits.values():
             traits.draws_globally = True
+
+
+def _compiled(parts: Iterable[Any], functions: Iterable[Any] = ()) -> Sequence[CodeType]:
+    """The code that the user compiled of these parts, and of functions that they or `functions` reach."""
+    parts = list(parts)
+    attributes = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
+    reached = functions_reached([*parts, *(a for a in attributes if isinstance(a, FunctionType)), *functions])
+    return tuple(dict.fromkeys(code for part in (*parts, *reached) for code in compiled_code(part)))
 
 
 def _lasts(snapshot: ModuleSnapshot) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from ctypes import string_at
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,7 +27,6 @@ from .selective import reusing_results, run_saving_results
 from .step_cache import cache_of
 from .step_record import RetainedStep, StepRecord
 from .torch_internals import (
-    cpu_rng_memory,
     current_graph_task,
     last_graphs,
     never_compiled,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 Direction = Literal["undo", "redo"]
 
 _requires_grad, _version = attrgetter("requires_grad"), attrgetter("_version")
+_read_rng = torch.default_generator.get_state
 
 
 def run_steps(
@@ -107,7 +108,11 @@ def first_run(  # noqa: C901  # one function, so that it is read from top to bot
         if not is_steady:
             can_replay = state.end(around, traits, weights)
             cache.keep(cached, can_replay=can_replay)
-        elif (cpu_rng_memory() != around.cpu_memory and around.drew()) or list(map(_version, tracked)) != weights:
+        elif (
+            string_at((now := _read_rng()).data_ptr(), now.numel()) != around.states[0]  # as `rng.read` does
+            or (len(around.states) > 1 and around.drew())
+            or list(map(_version, tracked)) != weights
+        ):
             cache.replay = None  # it drew or edited for the first time; other records share `cached`, which stays
             record.state = cache.branch_state(state.branch, coupling)
             can_replay = record.state.end(around, traits, weights)
@@ -261,7 +266,7 @@ def run_captured(capture: Capture | None, run: Callable[..., Any], args: Sequenc
     """Run with hooks that put what autograd saves into the capture."""
     if capture is None:
         return run(*args, **kwargs)
-    push_hooks(make_replay_hook(capture.tensors, capture.versions, capture.stop_at), capture.unpack)
+    push_hooks(capture.pack or make_replay_hook(capture.tensors, capture.versions), capture.unpack)
     try:
         return run(*args, **kwargs)
     finally:
@@ -270,10 +275,7 @@ def run_captured(capture: Capture | None, run: Callable[..., Any], args: Sequenc
 
 @never_compiled
 def make_pack_hook(tensors: list[Tensor], versions: list[int]) -> Callable[[Tensor], int]:
-    """A hook that keeps what autograd saves in `tensors`, and gives autograd a number in its place.
-
-    It runs for every saved tensor: it looks up nothing, and numbers do not concern the garbage collector.
-    """
+    """A hook that keeps what autograd saves in `tensors`, and gives autograd a number in its place: no work for gc."""
     keep, note, number = tensors.append, versions.append, itertools.count().__next__
 
     def pack(tensor: Tensor) -> int:
@@ -285,16 +287,13 @@ def make_pack_hook(tensors: list[Tensor], versions: list[int]) -> Callable[[Tens
 
 
 @never_compiled
-def make_replay_hook(tensors: list[Tensor], versions: list[int], stop_at: int) -> Callable[[Tensor], int]:
+def make_replay_hook(tensors: list[Tensor], versions: list[int]) -> Callable[[Tensor], int]:
     """The same for a replay: tensors without their graph, which would keep the replay's streams alive."""
     keep, note, number = tensors.append, versions.append, itertools.count(len(tensors)).__next__
 
     def pack(tensor: Tensor) -> int:
         keep(tensor if tensor.is_leaf else tensor.detach())
         note(tensor._version)
-        position = number()
-        if position + 1 == stop_at:
-            raise StopReplay
-        return position
+        return number()
 
     return pack

@@ -167,7 +167,7 @@ class Tape:
                 return self._serve(index, position, is_reread=True)
             if not capture.is_reread:
                 capture.tensors[position] = None
-            return tensor
+            return tensor if tensor._version == capture.versions[position] else unedited(tensor, -1)
 
     def check_unchanged(self, given: Streams, where: str) -> None:
         """Raise if something changed a stream between two steps, of which the inverse would not know."""

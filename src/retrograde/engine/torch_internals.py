@@ -1,12 +1,11 @@
-"""The private parts of torch that retrograde touches, all of them, as read in torch 2.13 and run with 2.9 to 2.15.
+"""The private parts of torch that retrograde touches, as read in torch 2.13 and run with 2.9 to 2.15.
 
-Each has no public equivalent. Nothing else in the package names an underscore of torch.
+Each has no public equivalent. Those for tensors without values are in `fake_internals.py`, those of the compiler in
+`compiled/compiler_internals.py`; nothing else in the package names an underscore of torch.
 """
 
 from __future__ import annotations
 
-import copy
-import ctypes
 import functools
 import gc
 import inspect
@@ -19,15 +18,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._functorch import pyfunctorch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeCopyMode,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.utils import _pytree, checkpoint
@@ -38,7 +28,6 @@ tree_map = _pytree.tree_map
 register_pytree_node = _pytree.register_pytree_node
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-Model = TypeVar("Model")
 
 
 def is_exporting() -> bool:
@@ -69,49 +58,6 @@ pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_ho
 
 float32_precision: Callable[[], str] = torch._C._get_float32_matmul_precision
 """What `torch.get_float32_matmul_precision` calls."""
-
-
-def _memory_of_cpu_generators() -> tuple[int, int] | None:
-    """Where in a CPU generator's object its whole state lies: the first byte and the number of bytes.
-
-    Found by looking for the words of a known state, and tried: every way to draw must change these bytes. None if
-    torch or the C library is another than the ones that were read.
-    """
-    probe = torch.Generator().manual_seed(1)
-    try:
-        size_of = ctypes.CDLL(None).malloc_usable_size
-        size_of.argtypes, size_of.restype = [ctypes.c_void_p], ctypes.c_size_t
-        address, default = probe._cdata, torch.default_generator._cdata  # type: ignore[attr-defined]
-    except (AttributeError, OSError, TypeError):
-        return None
-    size = size_of(address)
-    words = probe.get_state()[24 : 24 + 8 * 624].view(torch.int64).to(torch.int32)  # behind seed and position
-    first = ctypes.string_at(address, size).find(ctypes.string_at(words.data_ptr(), 4 * 624)) - 20  # with them
-    if first < 0 or size != size_of(default):
-        return None
-    seen = {ctypes.string_at(address + first, size - first)}
-    for draw in (torch.rand, torch.randn, torch.randn):  # the second of two normal numbers was computed with the first
-        draw(1, generator=probe)
-        seen.add(ctypes.string_at(address + first, size - first))
-    torch.rand(624, generator=probe)  # after which the position is the same again
-    seen.add(ctypes.string_at(address + first, size - first))
-    return (first, size - first) if len(seen) == 5 else None
-
-
-def _reader_of_cpu_generator() -> Callable[[], bytes | None]:
-    place = _memory_of_cpu_generators()
-    if place is None:
-        return lambda: None
-    address = torch.default_generator._cdata + place[0]  # type: ignore[attr-defined]
-    return functools.partial(getattr, (ctypes.c_char * place[1]).from_address(address), "raw")
-
-
-cpu_rng_memory = _reader_of_cpu_generator()
-"""The bytes in which torch's generator for the CPU has its state; None where it is not known which they are.
-
-Whether it was drawn from is asked after every step; to copy and compare what `get_state` gives takes about ten times as
-long.
-"""
 
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward pass under way on this thread; -1 if none is."""
@@ -144,6 +90,15 @@ def outside_function_transforms() -> Iterator[None]:
     finally:
         for _ in range(levels - 1):
             torch._C._vmapmode_increment_nesting()
+
+
+number_of_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number that the next node of a graph on this thread gets: the same for all tensors that one operator saves."""
+
+
+def is_of_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter or a view of one, which `_base` is."""
+    return isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
 
 
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
@@ -288,101 +243,6 @@ def load_compiler() -> None:
     gc.collect()
 
 
-def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor has numbers: not on the meta device, and not under FakeTensorMode."""
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
-
-
-FAKE_TENSOR_ERRORS: tuple[type[Exception], ...] = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
-"""What tensors without values raise where a program needs a value: `.item()`, a shape that depends on the data."""
-
-
-def fake_mode() -> Any:
-    """A context in which tensors have shapes and no values, and nothing is allocated."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def fake_copy(mode: Any, value: Model) -> Model:
-    """A module or a batch whose tensors have no values, in a mode that `fake_mode` returned."""
-    with FakeCopyMode(mode):
-        return copy.deepcopy(value)
-
-
-@contextmanager
-def initialising_without_values() -> Iterator[None]:
-    """A context in which `nn.init.trunc_normal_`, which draws until all values are in range, draws nothing.
-
-    As read in torch 2.13, where it does so for tensors on "meta" only.
-    """
-    original = nn.init._no_grad_trunc_normal_
-
-    def initialise(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return tensor
-
-    nn.init._no_grad_trunc_normal_ = initialise
-    try:
-        yield
-    finally:
-        nn.init._no_grad_trunc_normal_ = original
-
-
-@contextmanager
-def converting_fake_modules() -> Iterator[None]:
-    """A context in which `Module.to` and its kin work on modules without values.
-
-    torch exchanges such a parameter with its conversion in place, and refuses where a weak reference to it exists.
-    """
-    original = nn.Module._apply
-
-    def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        conversions: dict[Tensor, Tensor] = {}  # tied parameters stay tied
-
-        def converted(tensor: Tensor) -> Tensor:
-            with torch.no_grad():
-                if tensor not in conversions:
-                    conversions[tensor] = fn(tensor)
-                return conversions[tensor]
-
-        for part in module.modules() if recurse else (module,):
-            for name, parameter in part._parameters.items():
-                if parameter is not None and converted(parameter) is not parameter:
-                    if not isinstance(conversions[parameter], nn.Parameter):
-                        conversions[parameter] = nn.Parameter(conversions[parameter], parameter.requires_grad)
-                    part._parameters[name] = conversions[parameter]  # type: ignore[assignment]
-            part._buffers.update({name: b if b is None else converted(b) for name, b in part._buffers.items()})
-        return module
-
-    nn.Module._apply = convert  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module._apply = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def fake_process_group(ranks: int) -> Iterator[None]:
-    """A context in which this process is the first of so many, and collectives move nothing."""
-    from torch.testing._internal.distributed import fake_pg
-
-    torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=fake_pg.FakeStore())
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def process_group_named(name: str) -> Any:
-    """The process group of a name, by which functional collectives call it."""
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
-
-
 def tracing_backend() -> Any:
     """The backend that the compiler traces this code for; None if no code is traced."""
     return _tracing_backends()[-1]
@@ -437,10 +297,12 @@ def backends_of(module: nn.Module) -> list[Any]:
 
 
 def compiled_code(branch: Any) -> tuple[CodeType, ...]:
-    """The code of which the compiler has graphs, for a module that was compiled by itself; otherwise nothing."""
-    if "torch._dynamo.eval_frame" not in sys.modules or not isinstance(branch, nn.Module):
+    """The code of which the compiler has graphs, for a module or function that was compiled; otherwise nothing."""
+    if "torch._dynamo.eval_frame" not in sys.modules:
         return ()
-    called = branch.forward if is_compiled(branch) else branch._compiled_call_impl
+    called = branch
+    if isinstance(branch, nn.Module):
+        called = branch.forward if is_compiled(branch) else branch._compiled_call_impl
     original = getattr(called, "_torchdynamo_orig_callable", None)
     if original is None:
         return ()

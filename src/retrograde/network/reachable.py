@@ -46,25 +46,42 @@ def read_by_functions(functions: Iterable[Any]) -> Iterator[Place]:
 
     Code of torch, NumPy and the standard library is not looked into. Containers are given, not what is in them.
     """
+    for _, places in _walked(functions):
+        yield from (place for place in places if not isinstance(place[2], types.FunctionType))
+
+
+def functions_reached(roots: Iterable[Any]) -> list[types.FunctionType]:
+    """Functions, those that they name or close over, and the same of the forward of modules and what it calls."""
+    functions: list[Any] = []
+    for root in roots:
+        functions += _methods_run_by(root) if isinstance(root, nn.Module) else [root]
+    return [function for function, _ in _walked(functions)]
+
+
+def _walked(functions: Iterable[Any]) -> Iterator[tuple[types.FunctionType, list[Place]]]:
+    """Functions and those that they reach, each with what its code reads."""
     todo, seen = [f for f in functions if isinstance(f, types.FunctionType)], set()
     while todo:
         function = todo.pop()
-        if id(function) in seen or is_foreign(function.__module__):
+        if id(function) in seen:
             continue
         seen.add(id(function))
-        slots = function.__globals__
-        names = [name for name in names_in(function.__code__)[0] if name in slots]
-        places: list[Place] = [(slots, name, slots[name]) for name in names]
-        places += [(None, None, value) for value in _closed_over(function)]
-        for place in places:
-            if isinstance(place[2], types.FunctionType):
-                todo.append(place[2])
-            else:
-                yield place
+        places: list[Place] = []
+        if not is_foreign(function.__module__):
+            slots = function.__globals__
+            places = [(slots, name, slots[name]) for name in names_in(function.__code__)[0] if name in slots]
+            places += [(None, None, value) for value in _closed_over(function)]
+            todo += [value for _, _, value in places if isinstance(value, types.FunctionType)]
+        yield function, places
 
 
 def read_by_module(module: nn.Module) -> Iterator[Place]:
     """The same for the forward of a module, and for the methods that it calls."""
+    return read_by_functions(_methods_run_by(module))
+
+
+def _methods_run_by(module: nn.Module) -> list[types.FunctionType]:
+    """The forward of a module, and the methods that it calls."""
     names, functions, todo = {"forward"}, [], ["forward"]
     if isinstance(own := vars(module).get("forward"), types.FunctionType):
         functions.append(own)
@@ -76,7 +93,7 @@ def read_by_module(module: nn.Module) -> Iterator[Place]:
                 functions.append(method)
                 todo.extend(set(names_in(method.__code__)[1]) - names)
                 names.update(names_in(method.__code__)[1])
-    return read_by_functions(functions)
+    return functions
 
 
 def items_of(container: Any) -> list[Place]:

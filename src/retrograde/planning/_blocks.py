@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from retrograde.engine.exactness import grid_placements, placed_on_grid
+from retrograde.engine.fake_internals import has_values
 from retrograde.engine.preserve import preserve
-from retrograde.engine.torch_internals import has_values
 from retrograde.measure.batches import detached_leaf
 from retrograde.measure.memory_tracker import storage_bytes
 from retrograde.measure.stacks import parameters_of

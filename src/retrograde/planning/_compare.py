@@ -31,13 +31,15 @@ from ._planner import Planned, pareto
 _STORE, _EACH, _SEGMENTS = "store", "checkpoint each block", "checkpoint √n"
 _PLAN = "this budget's plan"
 _STEADY = 0.1  # by how much a machine's speed may change between two measurements
+_PARTLY = " where possible"
 _PEAK_OFF, _TIME_OFF = 0.05, 0.25  # by how much a measured figure may differ from the predicted one, relatively
-_WORDS = """
-store: all activations are stored, as autograd does
-checkpoint each block: the input of every block is saved, and the block runs again in the backward pass
-checkpoint √n: the same for groups of √n of the n blocks, as with torch's checkpoint_sequential
-reverse: the input of every block is recomputed from its output, and the block runs again
-Peaks are of everything that a training step allocates, including gradients; times are ratios to store."""
+_WORDS = {
+    _STORE: "all activations are stored, as autograd does",
+    _EACH: "the input of every block is saved, and the block runs again in the backward pass",
+    _SEGMENTS: "the same for groups of √n of the n blocks, as with torch's checkpoint_sequential",
+    "reverse": "the input of every block is recomputed from its output, and the block runs again",
+}
+_FIGURES = "Peaks are of everything that a training step allocates, including gradients; times are ratios to store."
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,9 @@ class Comparison:
 
     def table(self) -> str:
         head = f"{'':<22} {'peak':>10} {'predicted':>10} {'time':>6} {'predicted':>9}  plan"
-        lines = [head, *(_line(row) for row in self.rows), _WORDS, *self.disagreements()]
+        shown = {row.name.removesuffix(_PARTLY) for row in self.rows}
+        words = [f"{name}: {what}" for name, what in _WORDS.items() if name in shown]
+        lines = [head, *(_line(row) for row in self.rows), "", *words, _FIGURES, *self.disagreements()]
         if max(self.slowdown, 1 / self.slowdown) > 1 + _STEADY:
             lines.append(
                 f"The speed of the machine changed: storing everything took x{self.slowdown:.2f} of the time that it "
@@ -180,10 +184,12 @@ def compare(
 def _ways(planned: Planned, chain: ChainCost, stack: ReversibleSequence) -> dict[str, Plan]:
     """The plan of each way, by its name."""
     uniform = chain.uniform()
-    ways = {_STORE: Plan(uniform["store"]), _EACH: Plan(uniform["checkpoint"]), _SEGMENTS: _in_segments(stack)}
+    ways = {_STORE: Plan(uniform["store"]), _EACH: Plan(uniform["checkpoint"])}
+    if stack.keeps_last_graph:  # otherwise each layer runs under a tape of its own, as the recipe "unchanged" has it
+        ways[_SEGMENTS] = _in_segments(stack)
     if "reverse" in uniform:
         is_whole = all("reverse" in block.modes for block in chain.blocks)
-        ways["reverse" if is_whole else "reverse where possible"] = Plan(uniform["reverse"], chain.anchors)
+        ways["reverse" if is_whole else f"reverse{_PARTLY}"] = Plan(uniform["reverse"], chain.anchors)
     return {**ways, _PLAN: planned.plan}
 
 

@@ -20,7 +20,6 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ._files import open_own, read_own
+from ._files import discard, open_own, read_own
 
 FORMAT = 1
 _MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
@@ -70,14 +69,14 @@ class CheckpointFolder:
         """Create the folder, and remove what a killed run left unfinished."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for left in [*self.folder.glob("step-*.unfinished"), *self.folder.glob("step-*.removed")]:
-            shutil.rmtree(left, ignore_errors=True)
+            discard(left)
 
     def save(self, checkpoint: Checkpoint) -> Path:
         """Write a checkpoint, then remove those that are too old."""
         path = self.path(checkpoint.step)
         unfinished = path.with_name(f"{path.name}.unfinished")
         try:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            discard(unfinished)
             _write(unfinished, checkpoint)
             for later in [other for other in self.finished() if _step_of(other) > checkpoint.step]:
                 later.rename(_unused(later.with_name(f"{later.name}.left")))
@@ -86,7 +85,7 @@ class CheckpointFolder:
             unfinished.rename(path)
             _flush(self.folder)
         except (OSError, _safetensors().SafetensorError) as error:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            discard(unfinished)
             raise CheckpointError(
                 f"The checkpoint {path} could not be written: {getattr(error, 'strerror', None) or error}. "
                 f"{self._last_good(path)} Free some space, and run the same command again to resume from there."
@@ -124,9 +123,9 @@ class CheckpointFolder:
 
     def _remove(self, path: Path) -> None:
         removed = path.with_name(f"{path.name}.removed")
-        shutil.rmtree(removed, ignore_errors=True)
+        discard(removed)
         path.rename(removed)
-        shutil.rmtree(removed, ignore_errors=True)
+        discard(removed)
 
 
 def _step_of(path: Path) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -34,3 +36,12 @@ def read_own(path: Path, most: int) -> bytes:
     if len(content) > most:
         raise ValueError(f"{path.name} has more than {most:,} bytes")
     return content
+
+
+def discard(path: Path) -> None:
+    """Remove a folder, or whatever has its name: a link itself, and a pipe without opening it, which would wait."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()

@@ -27,14 +27,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import TorchFunctionMode
 
-from retrograde.engine.torch_internals import (
+from retrograde.engine.fake_internals import (
     FAKE_TENSOR_ERRORS,
     converting_fake_modules,
     fake_mode,
     fake_process_group,
     initialising_without_values,
-    load_compiler,
 )
+from retrograde.engine.torch_internals import load_compiler
 
 _CPU = torch.device("cpu")
 _MOVES = {getattr(Tensor, name) for name in ("cuda", "xpu", "hpu", "mtia", "ipu", "cpu") if hasattr(Tensor, name)}

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from retrograde.engine.torch_internals import process_group_named
+from retrograde.engine.fake_internals import process_group_named
 
 from .devices import Device
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from retrograde.engine.torch_internals import backends_of, fake_copy
+from retrograde.engine.fake_internals import fake_copy
+from retrograde.engine.torch_internals import backends_of
 from retrograde.measure.formatting import parse_size
 from retrograde.measure.loss import Loss
 from retrograde.measure.stacks import stacks_of, the_stack
