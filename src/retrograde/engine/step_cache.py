@@ -102,8 +102,12 @@ class StepCache:
         return BranchState(branch, ModuleSnapshot(modules + roots, closed_over), closed_over)
 
     def _compiled_parts(self, state: BranchState) -> Sequence[CodeType]:
-        """The code that the user compiled of a branch, of modules in it, and of functions that it calls."""
-        if "torch._dynamo" not in sys.modules:
+        """The code that the user compiled of a branch, of modules in it, and of functions that it calls.
+
+        An object that is neither a module nor a function may run a part of its modules alone, as a converted layer does
+        in each of its steps. Of a part that did not run, the graph that ran last says nothing.
+        """
+        if "torch._dynamo" not in sys.modules or not isinstance(state.branch, (nn.Module, FunctionType)):
             return ()
         if self._snapshot is not state.snapshot:
             return _compiled([state.branch, *state.snapshot.modules], reachable(state.branch))
