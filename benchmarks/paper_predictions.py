@@ -1,6 +1,8 @@
 """Plans on paper, held against real training steps on this machine: bytes of models, bytes of ranks, order of modes.
 
-    python benchmarks/paper_predictions.py [--only bytes,held-out,ranks,tools,times] [--quick] [--output DIR]
+    python benchmarks/paper_predictions.py [--only PARTS] [--quick] [--output DIR]
+
+The parts are bytes, held-out, compiled, ranks, large, tools and times, with commas between them.
 
 Bytes are held against what the allocator hands out from the first tensor on (torch's profiler), not against a tracker
 of retrograde. Times are held against real steps, on the roofline that `--on this` measures: run that part on a
@@ -16,9 +18,10 @@ import gc
 import itertools
 import json
 import os
+import resource
 import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,44 +30,46 @@ from typing import Any
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # bf16 products are illegal instructions on some CPUs
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from harness.allocated import allocated_peak
 from harness.machine import describe, load
-from harness.paper_models import HELD_OUT, MODELS, RANKED, Made
+from harness.paper_models import HELD_OUT, MODELS, Made
+from harness.paper_ranks import of_ranks, work
+from harness.paper_steps import CPU, MODES, Section, prepare, tell
 from retrograde.measure.stacks import stacks_of
 from retrograde.measure.timing import least_seconds
 from retrograde.measure.training_step import loss_of, step_seconds
 from retrograde.planning._measure import following
 from retrograde.planning.on_paper.devices import Device, device_named
 from retrograde.planning.on_paper.jobs import Job
-from retrograde.planning.on_paper.planner import opened
+from retrograde.planning.on_paper.planner import opened, plan_job
 
-MODES = ("store", "checkpoint", "reverse")
-OF_A_MODEL, OF_A_RANK, PAIRS = 0.02, 0.05, 0.90
+OF_A_MODEL, PAIRS = 0.02, 0.90
 SURE = 0.03  # times that differ by less than this have no order that a machine could keep
-CPU = Device("cpu", 10**13, 1e10, {"float32": 1e11}, is_cpu=True, title="CPU")
-
-Section = tuple[list[str], list[str]]
+PARTS = "bytes,held-out,compiled,ranks,large,tools,times"
+TWO_MINUTES, FOUR_GIB = 120, 2**32
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="bytes,held-out,ranks,tools,times", help="parts of the report")
+    parser.add_argument("--only", default=PARTS, help="parts of the report")
     parser.add_argument("--quick", action="store_true", help="two models, two processes")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.worker:
-        work(json.loads(chosen.worker))
+        task = json.loads(chosen.worker)
+        plan_large(task["large"]) if "large" in task else work(task)
         return
     lines = ["# What is predicted on paper, and what real steps need", "", *describe(load(), ["torch", "accelerate"])]
     past: list[str] = []
     parts: dict[str, Callable[[bool], Section]] = {
         "bytes": of_models,
         "held-out": of_held_out,
+        "compiled": of_compiled,
         "ranks": of_ranks,
+        "large": of_a_large_model,
         "tools": of_tools,
         "times": of_times,
     }
@@ -81,10 +86,6 @@ def main() -> None:
     print(text)
     print(f"written to {target}", file=sys.stderr)
     sys.exit(1 if past else 0)
-
-
-def tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 # Bytes of a model
@@ -128,102 +129,78 @@ def peaks_of(models: dict[str, Callable[[], Made]], title: str, quick: bool) -> 
     return lines, past
 
 
-Wrap = Callable[[nn.Module], nn.Module]
-
-
-def prepare(make: Callable[[], Made], mode: str, wrap: Wrap | None = None) -> Callable[[], None]:
-    """A model and its optimiser; returns its training step."""
-    torch.manual_seed(0)
-    model, batch, loss, optimizer = (*make(), None, None)[:4]
-    for stack in stacks_of(model).values():
-        stack.memory = mode
-    if wrap is not None:
-        model, optimizer = wrap(model), None
-    optimizer = optimizer or torch.optim.AdamW(model.parameters())
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss_of(model, batch, loss).backward()
-        optimizer.step()
-
-    return step
-
-
-# Bytes of a rank
-
-
-def of_ranks(quick: bool) -> Section:
+def of_compiled(quick: bool) -> Section:
+    """A plan on paper is made uncompiled. How far from that is the same model under backend="retrograde"?"""
     lines = [
-        "## The peak of a rank",
+        "## Models that are compiled",
         "",
-        f"Real processes (gloo), each counting its own allocations. Limit: {OF_A_RANK:.0%}.",
+        'Predicted for the uncompiled model; allocated by the same model compiled with `backend="retrograde"`, in a '
+        "step after two others. Every row compiled one graph, without breaks. Differences above "
+        f"{OF_A_MODEL:.0%} are named, and are no fault of the prediction: it does not know what a compiler fuses.",
         "",
-        "| model | ranks | shard | memory | predicted, bytes | allocated, bytes (each rank) | off by at most |",
-        "|---|---|---|---|---|---|---|",
+        "| model | memory | predicted (uncompiled), bytes | allocated (compiled), bytes | off by |",
+        "|---|---|---|---|---|",
     ]
-    past: list[str] = []
-    settings = itertools.product(list(RANKED)[: 1 if quick else None], (2,) if quick else (2, 4), ("ddp", "fsdp2"))
-    for name, ranks, shard in settings:
-        tell(f"{name}, {ranks} ranks, {shard}")
-        for mode, (predicted, peaks) in peaks_of_ranks(name, ranks, shard).items():
-            off = max((predicted / peak - 1 for peak in peaks), key=abs)
-            listed = ", ".join(map(str, peaks))
-            lines.append(f"| {name} | {ranks} | {shard} | {mode} | {predicted} | {listed} | {off:+.2%} |")
-            past += [f"a rank of {name}, {ranks} x {shard}, {mode}, by {off:+.1%}"] * (abs(off) > OF_A_RANK)
-    return lines, past
+    within, past = 0, []
+    for name in ("MLPs", "MLPs, exact", "language model", "RevViT")[: 1 if quick else None]:
+        with opened(MODELS[name], Job(CPU)) as subject:
+            rank = subject.rank()
+            predicted = {mode: rank.step([mode] * len(rank.stacks)).memory.peak for mode in MODES}
+        for mode in MODES:
+            tell(f"{name}, {mode}, compiled")
+            real = compiled_peak(MODELS[name], mode)
+            off = predicted[mode] / real - 1
+            within += abs(off) <= OF_A_MODEL
+            past += [f"{name}, {mode}, by {off:+.1%}"] * (abs(off) > OF_A_MODEL)
+            lines.append(f"| {name} | {mode} | {predicted[mode]} | {real} | {off:+.2%} |")
+    lines += ["", f"Within {OF_A_MODEL:.0%}: {within} of {within + len(past)}. Others: {'; '.join(past) or 'none'}."]
+    return lines, []
 
 
-def peaks_of_ranks(name: str, ranks: int, shard: str) -> dict[str, tuple[int, list[int]]]:
-    """For each mode, the peak that is predicted for a rank, and that of each real process."""
-    with opened(RANKED[name], Job(CPU, ranks, shard)) as subject:
-        rank = subject.rank()
-        predicted = {mode: rank.step([mode] * len(rank.stacks)).memory.peak for mode in MODES}
-    real = in_processes({"model": name, "ranks": ranks, "shard": shard})
-    return {mode: (predicted[mode], [each[mode] for each in real]) for mode in MODES}
+def compiled_peak(make: Callable[[], Made], mode: str) -> int:
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+
+    def compiled(model: nn.Module) -> nn.Module:
+        model.compile(backend="retrograde")
+        return model
+
+    peak = allocated_peak(partial(prepare, make, mode, compiled))
+    if counters["stats"]["unique_graphs"] != 1 or counters["graph_break"]:
+        raise RuntimeError(f"The model was not compiled as one graph: {counters['stats']}, {counters['graph_break']}.")
+    return peak
 
 
-def in_processes(task: dict[str, Any]) -> list[dict[str, int]]:
-    """The peaks of each mode, in each of several processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        tasks = [{**task, "rank": rank, "folder": folder} for rank in range(task["ranks"])]
-        command = [sys.executable, "-W", "ignore", __file__, "--worker"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        processes = [subprocess.Popen([*command, json.dumps(each)], env=environment) for each in tasks]
-        try:
-            codes = [process.wait(timeout=600) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        if any(codes):
-            raise RuntimeError(f"A process of {task} failed.")
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(task["ranks"])]
+# A large model
 
 
-def work(task: dict[str, Any]) -> None:
-    """One rank of a real job."""
-    store = dist.FileStore(str(Path(task["folder"], "store")), task["ranks"])
-    dist.init_process_group("gloo", store=store, rank=task["rank"], world_size=task["ranks"])
-    peaks = {}
-    for mode in MODES:
-        peaks[mode] = allocated_peak(partial(prepare, RANKED[task["model"]], mode, wrappers()[task["shard"]]))
-        gc.collect()
-        dist.barrier()
-    Path(task["folder"], f"{task['rank']}.json").write_text(json.dumps(peaks))
-    dist.destroy_process_group()
+def of_a_large_model(quick: bool) -> Section:
+    """How long a plan for 70 billion parameters takes, and in how much memory, in a new process."""
+    from paper_tables import SHAPES
+
+    name = "8b" if quick else "70b"
+    command = [sys.executable, "-W", "ignore", __file__, "--worker", json.dumps({"large": name})]
+    seconds, taken, most = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    lines = [
+        "## A plan for a large model",
+        "",
+        f"{SHAPES[name].title}; {SHAPES[name].ranks} ranks, {SHAPES[name].shard}, 70 GiB each: {taken:.0f} s of "
+        f"processor time ({seconds:.0f} s by the clock) in {most / 2**30:.2f} GiB, torch itself included. Limits: "
+        f"{TWO_MINUTES} s, {FOUR_GIB // 2**30} GiB.",
+    ]
+    return lines, [f"a plan for {name}: {taken:.0f} s, {most} bytes"] * (taken > TWO_MINUTES or most > FOUR_GIB)
 
 
-def wrappers() -> dict[str, Callable[[nn.Module], nn.Module]]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+def plan_large(name: str) -> None:
+    """Print the seconds by the clock, those of the processor, and the most bytes of this process."""
+    from paper_tables import SHAPES
 
-    def fsdp2(model: nn.Module) -> nn.Module:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for stack in stacks_of(model).values():
-            for block in stack.blocks:
-                fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
-
-    return {"ddp": nn.parallel.DistributedDataParallel, "fsdp2": fsdp2}
+    start = time.perf_counter()
+    plan_job(SHAPES[name].make, SHAPES[name].job(), 70 * 2**30)
+    seconds = time.perf_counter() - start
+    print(json.dumps([seconds, time.process_time(), 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
 
 
 # Other tools
@@ -236,11 +213,14 @@ def of_tools(quick: bool) -> Section:
         "",
         "`MemTracker` of torch.distributed._tools, on the same step without values (forward and backward, with "
         "parameters, gradients and optimiser state), and the figure of `accelerate estimate-memory` for training with "
-        "Adam (four times the parameters: it has no batch and no activations). `RuntimeEstimator`'s roofline asks for "
-        "a CUDA device, and does not run here.",
+        "Adam (four times the parameters: it has no batch and no activations), in bytes; and the FLOPs of forward and "
+        "backward, ours and those of torch.utils.flop_counter, whose formulas ours are except for attention on the "
+        "CPU, for which it has none. `RuntimeEstimator` has no time for a machine without CUDA: its roofline raises "
+        '"Roofline estimation needs to access CUDA capabilities", and its benchmark mode needs CUDA events.',
         "",
-        "| model | memory | on paper | MemTracker | 4 x parameters (accelerate) | allocated |",
-        "|---|---|---|---|---|---|",
+        "| model | memory | on paper | MemTracker | 4 x parameters (accelerate) | allocated | GFLOP on paper | "
+        "flop_counter |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name in ("MLPs", "language model", "RevViT", "mixture of experts")[: 1 if quick else None]:
         for mode in ("store", "reverse"):
@@ -250,8 +230,9 @@ def of_tools(quick: bool) -> Section:
             real = allocated_peak(partial(prepare, MODELS[name], mode))
             tracked = of_mem_tracker(MODELS[name], mode)
             lines.append(
-                f"| {name} | {mode} | {cost.memory.peak} | {tracked} ({tracked / real - 1:+.1%}) | "
-                f"{estimated_by_accelerate(MODELS[name])} | {real} |"
+                f"| {name} | {mode} | {cost.memory.peak} ({cost.memory.peak / real - 1:+.1%}) | {tracked} "
+                f"({tracked / real - 1:+.1%}) | {estimated_by_accelerate(MODELS[name], real)} | {real} | "
+                f"{cost.flops / 1e9:.3f} | {counted_flops(MODELS[name], mode) / 1e9:.3f} |"
             )
     return lines, []
 
@@ -273,14 +254,27 @@ def of_mem_tracker(make: Callable[[], Made], mode: str) -> int:
     return int(peak + state)
 
 
-def estimated_by_accelerate(make: Callable[[], Made]) -> str:
+def counted_flops(make: Callable[[], Made], mode: str) -> int:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with opened(make, Job(CPU)) as subject:
+        for stack in stacks_of(subject.target.model).values():
+            stack.memory = mode
+        counter = FlopCounterMode(display=False)
+        for _ in range(2):  # a first replay goes to the end of a branch
+            with counter:
+                loss_of(subject.target.model, subject.target.batch, subject.target.loss).backward()
+    return int(counter.get_total_flops())
+
+
+def estimated_by_accelerate(make: Callable[[], Made], real: int) -> str:
     try:
         from accelerate.utils import calculate_maximum_sizes
     except ImportError:
         return "not installed"
     with opened(make, Job(CPU)) as subject:
         total, _ = calculate_maximum_sizes(subject.target.model)
-    return str(int(total) * 4)
+    return f"{int(total) * 4} ({int(total) * 4 / real - 1:+.1%})"
 
 
 # The order of memory modes by time

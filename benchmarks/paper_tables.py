@@ -38,6 +38,7 @@ PAGE = HERE.parent / "docs" / "plan-on-paper.md"
 PICTURE = PAGE.parent / "drawings" / "plan-on-paper.png"
 DEVICES = ("rtx-4090-24gb", "l40s-48gb", "h100-80gb", "mi300x-192gb")
 MODES = ("store", "checkpoint", "reverse")
+BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
 
 
 class Loss(nn.Module):
@@ -184,7 +185,7 @@ def draw(data: dict[str, Any]) -> None:
             y = row + 0.27 * (offset - 1)
             colour, marker = style_of(mode)
             axes.plot(peak, y, marker, color=colour, ms=8, label=mode if row == 0 else None)
-            axes.text(1.1 * peak, y, f"{peak:.3g} GB, x{ratio:.2f}", va="center", fontsize=8)
+            axes.text(1.1 * peak, y, f"{peak:.3g} GB, x{ratio:.2f}", va="center", fontsize=8, bbox=BEHIND)
     for device in DEVICES:
         memory = device_named(device).memory / 1e9
         axes.axvline(memory, color="#2d3748", linestyle=":", linewidth=1)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,40 +58,53 @@ def allocated_peak(prepare: Callable[[], Callable[[], None]], *, warm_up: int = 
 def _changes(tree: list[Any]) -> tuple[int, list[tuple[int, int]]]:
     """When the step that counts began; and all changes of the allocated bytes, with their times.
 
-    What a collective allocates for itself (gloo's reduce-scatter copies its input) lasts as long as the collective at
-    most, but is often freed on a thread of gloo, where the profiler sees nothing: it would count to the end of the run.
+    What was allocated before the profiler began, and is freed now, does not count.
     """
-    begun = 0
-    allocated: dict[int, tuple[int, int, int | None]] = {}  # by address: time, bytes, end of the collective around it
-    changes: list[tuple[int, int]] = []
-    for event, collective_end in sorted(_walk(tree, None), key=lambda pair: int(pair[0].start_time_ns)):
-        if event.name == _MARK:
-            begun = event.start_time_ns
+    events = sorted(_walk(tree), key=lambda event: int(event.start_time_ns))
+    begun = next(event.start_time_ns for event in events if event.name == _MARK)
+    known: set[int] = set()
+    changes = []
+    for event in events:
         if event.name != "[memory]":
             continue
-        time, size, address = event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr
-        if size > 0:
-            _end_unseen(allocated.pop(address, None), time, changes)
-            allocated[address] = time, size, collective_end
-            changes.append((time, size))
-        elif allocated.pop(address, None) is not None:
-            changes.append((time, size))
-    for left in allocated.values():
-        _end_unseen(left, None, changes)
-    return begun, sorted(changes)
+        size, address = event.extra_fields.alloc_size, event.extra_fields.ptr
+        if size > 0 or address in known:
+            (known.add if size > 0 else known.remove)(address)
+            changes.append((event.start_time_ns, size))
+    return begun, changes
 
 
-def _end_unseen(left: tuple[int, int, int | None] | None, reused: int | None, changes: list[tuple[int, int]]) -> None:
-    """Free what was freed unseen: at the end of the collective around it, or when its address was used again."""
-    if left is None:
-        return
-    end = left[2] or reused
-    if end is not None:
-        changes.append((end, -left[1]))
-
-
-def _walk(events: list[Any], collective_end: int | None) -> Iterator[tuple[Any, int | None]]:
+def _walk(events: list[Any]) -> Iterator[Any]:
     for event in events:
-        inside = event.end_time_ns if collective_end is None and event.name.startswith("c10d::") else collective_end
-        yield event, inside
-        yield from _walk(event.children, inside)
+        yield event
+        yield from _walk(event.children)
+
+
+# Several processes: collectives free memory on threads that the profiler does not follow
+
+
+def counting_allocations(folder: Path) -> dict[str, str]:
+    """The environment of a process in which `peaks_of_steps` can be called. Needs a C compiler."""
+    library = folder / "allocations.so"
+    source = Path(__file__).with_name("allocations.c")
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, source, "-ldl", "-lpthread"], check=True)
+    return {**os.environ, "LD_PRELOAD": str(library)}
+
+
+def peaks_of_steps(prepare: Callable[[], Callable[[], None]], steps: int, *, warm_up: int = 2) -> list[int]:
+    """As `allocated_peak`, of each of several steps, and whichever thread frees the memory."""
+    counted = ctypes.CDLL(None)
+    for name in ("allocations_live", "allocations_peak"):
+        getattr(counted, name).restype = ctypes.c_long
+    gc.collect()
+    before = counted.allocations_live()
+    step = prepare()
+    for _ in range(warm_up):
+        step()
+    gc.collect()
+    peaks = []
+    for _ in range(steps):
+        counted.allocations_reset_peak()
+        step()
+        peaks.append(counted.allocations_peak() - before)
+    return peaks

@@ -220,10 +220,9 @@ def converted_vit() -> Made:
     return model, {"pixel_values": torch.randn(8, 3, 32, 32), "labels": torch.randint(10, (8,))}
 
 
-def compiled_mlps() -> Made:
-    model, batch = rg.ReversibleSequence([rg.two_stream(mlp(64), mlp(64)) for _ in range(4)]), torch.randn(8, 64, 64)
-    model.compile(backend="retrograde")
-    return model, batch
+def converted_mixtral_in_bfloat16() -> Made:
+    model, batch = converted_mixtral()
+    return model.to(torch.bfloat16), batch
 
 
 HELD_OUT: dict[str, Callable[[], Made]] = {
@@ -237,8 +236,8 @@ HELD_OUT: dict[str, Callable[[], Made]] = {
     "MLPs with dropout": dropping_mlps,
     "T5, converted": converted_t5,
     "Mixtral, converted": converted_mixtral,
+    "Mixtral, converted, bfloat16": converted_mixtral_in_bfloat16,
     "ViT, converted": converted_vit,
-    "MLPs, compiled": compiled_mlps,
 }
 """Models that nothing was tuned with."""
 

@@ -48,6 +48,20 @@ class Net(nn.Module):
     def forward(self, x):
         return self.stack(x)
 
+class Asks(Net):
+    def forward(self, x):
+        return self.stack(x / x.max().item())
+
+class Selects(Net):
+    def forward(self, x):
+        return self.stack(x[x.sum(-1).nonzero()[:, 0]])
+
+def asks():
+    return Asks(), torch.randn(8, 32)
+
+def selects():
+    return Selects(), torch.randn(8, 32)
+
 def named():
     return Net(), collections.UserDict(x=torch.randn(8, 32))
 
@@ -123,6 +137,47 @@ def test_the_model_runs_on_as_many_threads_as_asked_for(run: Any) -> None:
     ],
 )
 def test_a_mistake_is_explained_in_a_sentence(run: Any, args: tuple[str, ...], status: int, sentence: str) -> None:
+    result = run(*args)
+    assert result.exit_code == status
+    assert sentence in result.stderr
+    assert "Traceback" not in result.output
+
+
+# For another machine
+
+ON = ("--on", "h100-80gb")
+
+
+def test_a_plan_for_another_machine_is_printed_saved_and_drawn(run: Any, tmp_path: Path) -> None:
+    args = ("--ranks", "8", "--shard", "fsdp2", "--budget", "1MB", "--save", "plan.json", "--plot", "plan.png")
+    result = run("planned_model.py:make", *ON, *args)
+    assert result.exit_code == 0, result.output
+    for words in ("Predicted for 8 x NVIDIA H100 SXM, 80 GB, fsdp2", "all-gathers", "not measured", "too large"):
+        assert words in result.stdout
+    assert len(rg.Plan.from_json((tmp_path / "plan.json").read_text()).memory) == 6
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_json_of_a_plan_for_another_machine_is_all_that_is_printed(run: Any) -> None:
+    printed = json.loads(run("planned_model.py:make", *ON, "--json").stdout)
+    assert (printed["predicted"], printed["device"], printed["best"]) == (True, "h100-80gb", "store")
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "sentence"),
+    [
+        (("planned_model.py:make", "--on", "h1"), 2, "on='h1' is not known; choose one of t4-16gb"),
+        (("planned_model.py:make", *ON, "--ranks", "2", "--shard", "zero"), 2, "choose one of 'none', 'ddp', 'fsdp2'"),
+        (("planned_model.py:make", *ON, "--budget", "1kB"), 1, "Nothing fits 1000 B: the least that a rank needs is"),
+        (("planned_model.py:asks", *ON), 2, "planned_model.py, line 35: `return self.stack(x / x.max().item())`"),
+        (("planned_model.py:selects", *ON), 2, "planned_model.py, line 39: `return self.stack(x[x.sum(-1).nonzero()"),
+        (("planned_model.py:wrong_shape", *ON), 2, "The training step failed on tensors without values"),
+        (("planned_model.py:make", "--budget", "1GiB", "--ranks", "2"), 2, "--ranks needs --on"),
+    ],
+)
+def test_a_mistake_in_a_plan_for_another_machine_is_explained(
+    run: Any, args: tuple[str, ...], status: int, sentence: str
+) -> None:
     result = run(*args)
     assert result.exit_code == status
     assert sentence in result.stderr

@@ -16,6 +16,7 @@ import retrograde as rg
 from architectures import ARCHITECTURES, Architecture
 from retrograde import convert
 from retrograde.conversion import recipes
+from retrograde.engine import step_cache
 from retrograde.measure import MemoryTracker
 from retrograde.planning import measured, plan
 from small_models import TRANSFORMERS, Layer, Model, assert_same_bits, gpt2, gradients
@@ -301,3 +302,19 @@ def test_a_grid_is_refused() -> None:
     with pytest.raises(ValueError, match="grid_bits=12 is for exact stacks"):
         convert(Model(), "unchanged", grid_bits=12)
     assert not convert(Model(), recipes.Unchanged()).stack.exact
+
+
+def test_the_modules_of_a_layer_are_looked_through_once_and_not_in_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Any] = []
+    take = step_cache.ModuleSnapshot
+
+    def noted(*given: Any) -> Any:
+        taken.append(given)
+        return take(*given)
+
+    monkeypatch.setattr(step_cache, "ModuleSnapshot", noted)
+    model = Model(dropout=0.3).train()
+    layers = len(convert(model, "unchanged", memory="checkpoint").stack)
+    for _ in range(4):
+        gradients(model, batch())
+    assert len(taken) == layers

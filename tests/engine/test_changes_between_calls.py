@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import retrograde as rg
-from stacks import RECOMPUTING, Mlp, agree, all_close, loss_of, sample, twins
+from stacks import RECOMPUTING, Mlp, agree, all_close, loss_of, memory_of, sample, twins
 
 Change = Callable[[list[Any]], None]
 
@@ -173,3 +173,65 @@ def test_a_bias_that_was_none_in_earlier_calls_is_watched_like_any_other(memory:
         bias.add_(1)
     with pytest.raises(RuntimeError, match="edited between the forward pass and its backward pass"):
         y.sum().backward()
+
+
+class Around:
+    """A callable that is no module and holds one, as the branches of converted models do."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.module: Any = Mlp()
+        self.scale: Any = scale
+        self.generator: Any = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = self.module(x) * self.scale
+        return out if self.generator is None else out * torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
+
+
+def exchange_the_module(branch: Any) -> None:
+    torch.manual_seed(7)
+    branch.module = Mlp()
+
+
+def exchange_a_part_of_it(branch: Any) -> None:
+    torch.manual_seed(7)
+    branch.module.outer = nn.Linear(7, 6).double()
+
+
+def scale_by_a_tensor(branch: Any) -> None:
+    branch.scale = torch.linspace(0.5, 1.5, 6).double()
+
+
+def draw_from_a_generator(branch: Any) -> None:
+    branch.generator = torch.Generator().manual_seed(3)
+
+
+@pytest.mark.parametrize("memory", RECOMPUTING)
+@pytest.mark.parametrize(
+    "change", [exchange_the_module, exchange_a_part_of_it, scale_by_a_tensor, draw_from_a_generator]
+)
+def test_changes_of_a_callable_that_holds_a_module_are_seen(change: Callable[[Any], None], memory: str) -> None:
+    torch.manual_seed(0)
+    branches = [Around() for _ in range(4)]
+    reference = copy.deepcopy(branches)
+    blocks = [rg.two_stream(f, g) for f, g in zip(branches[::2], branches[1::2], strict=True)]
+    stack = rg.ReversibleSequence(blocks, merge=None, memory=memory_of(memory, 2))
+
+    def plainly(x: Tensor) -> tuple[Tensor, Tensor]:
+        a = b = x
+        for f, g in zip(reference[::2], reference[1::2], strict=True):
+            a = a + f(b)
+            b = b + g(a)
+        return a, b
+
+    for step in range(6):
+        if step == 3:
+            for branch in (*branches, *reference):
+                change(branch)
+        x, y = sample(4, 6, seed=step), sample(4, 6, seed=step)
+        ours, theirs = stack.run(x), plainly(y)
+        for a, b in (ours, theirs):
+            (a.sin() * b).sum().backward()
+        all_close([x.grad], [y.grad])
+        for mine, other in zip(branches, reference, strict=True):
+            all_close([p.grad for p in mine.module.parameters()], [p.grad for p in other.module.parameters()])

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import retrograde as rg
 from retrograde.measure import MemoryTracker
+from retrograde.measure.stacks import the_stack
 from retrograde.measure.training_step import loss_of
-from retrograde.models import ReversibleLM
+from retrograde.models import DeepGraphNetwork, ReversibleLM
 from retrograde.planning import fit, plan
 from retrograde.planning.on_paper import Device, Job, JobPlan, known_devices
 from retrograde.planning.on_paper.devices import device_named
@@ -64,6 +65,33 @@ def allocated(model: nn.Module, batch: Tensor, memory: str) -> int:
 @pytest.mark.parametrize("source", [make, language_model])
 def test_a_predicted_peak_is_that_of_a_real_step(source: Any, memory: str) -> None:
     assert simulated(source, Job(CPU), memory).memory.peak == pytest.approx(allocated(*source(), memory), rel=0.02)
+
+
+def test_a_converted_model_is_split_without_values_as_with_them() -> None:
+    """The check whether its parts make up a layer compares values, of which there are none."""
+    transformers = pytest.importorskip("transformers")
+
+    def make_vit() -> tuple[nn.Module, dict[str, Tensor]]:
+        config = transformers.ViTConfig(
+            hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=8, patch_size=4
+        )
+        model = transformers.ViTForImageClassification(config)
+        rg.convert(model, "two_stream", exact=False)
+        return model, {"pixel_values": torch.randn(2, 3, 8, 8), "labels": torch.randint(2, (2,))}
+
+    with opened(make_vit, Job(CPU)) as subject:
+        rank = subject.rank()
+        steps = [len(list(block.each_step())) for block in rank.stacks[0].blocks]
+    model, batch = make_vit()
+    loss_of(model, batch).backward()
+    assert steps == [len(list(block.each_step())) for block in the_stack(model).blocks] == [2, 2]
+
+
+def test_a_graph_network_is_planned_without_values() -> None:
+    def graph() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+        return DeepGraphNetwork(4, 2, width=16, depth=3), (torch.randn(10, 4), torch.randint(10, (2, 30)))
+
+    assert simulated(graph, Job(CPU)).memory.peak < simulated(graph, Job(CPU), "store").memory.peak
 
 
 def test_what_a_rank_holds_adds_up_and_reversing_does_not_grow_with_depth() -> None:
@@ -278,6 +306,31 @@ def test_a_model_that_needs_values_is_refused_with_the_line_that_does() -> None:
         plan(lambda: (Asks(), make()[1]), on=H100)
     with pytest.raises(ValueError, match=r"Making the model needs .*test_on_paper\.py, line \d+: `.*\.item\(\)"):
         plan(lambda: make(int(torch.ones(()).add(1).item())), on=H100)
+
+
+def test_an_operator_that_fails_without_values_is_named_with_its_line() -> None:
+    def wrong() -> tuple[nn.Module, Tensor]:
+        return rg.ReversibleSequence([rg.two_stream(nn.Linear(WIDTH, WIDTH), lambda x: x @ x)]), make()[1]
+
+    with pytest.raises(ValueError, match=r"failed on tensors without values: test_on_paper\.py, line \d+: `.*x @ x"):
+        plan(wrong, on=H100)
+
+
+@pytest.mark.parametrize("way", ["in place", "wrapped"])
+def test_a_compiled_model_is_planned_uncompiled_and_the_plan_says_so(way: str) -> None:
+    def compiled() -> tuple[Any, Tensor]:
+        model, batch = make()
+        if way == "wrapped":
+            return torch.compile(model, backend="retrograde"), batch
+        model.compile(backend="retrograde")
+        return model, batch
+
+    planned, plain = plan(compiled, on=H100), plan(make, on=H100)
+    assert [way.cost for way in planned.ways] == [way.cost for way in plain.ways]
+    assert planned.compiled
+    assert "The model is compiled, and these figures are those of the same model uncompiled" in str(planned)
+    assert not plain.compiled
+    assert "is compiled" not in str(plain)
 
 
 # A large model

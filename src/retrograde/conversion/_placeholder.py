@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from retrograde.engine.fake_internals import has_values
+
 _ATTRIBUTES = (
     "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_meta",
     "is_mps", "is_xpu", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes",
@@ -44,10 +46,11 @@ class Placeholder(Tensor):
 def placeholder(like: Tensor, shape: Sequence[int], why_not: str) -> Tensor:
     """A tensor without values, of the dtype and device of another.
 
-    It contains NaN for code that looks past the class, and in a compiled graph, which knows no such classes.
+    It contains NaN for code that looks past the class, and in a compiled graph, which knows no such classes. Nor do
+    tensors without values.
     """
     nan = torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(tuple(shape))
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not has_values(like):
         return nan
     substitute = nan.as_subclass(Placeholder)
     substitute.why_not = why_not

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_not
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from retrograde.network.block import BoundStep
 from retrograde.network.reachable import functions_reached, reachable
@@ -22,6 +22,8 @@ from .module_state import ModuleSnapshot
 from .torch_internals import casts_inputs_once, compiled_code
 
 _requires_grad = attrgetter("requires_grad")
+_WITH_MORE = (FunctionType, torch.jit.ScriptFunction, Tensor)
+"""What makes the snapshot of a callable depend on more than the modules that it holds; a tensor is a caller's."""
 
 
 class CachedReplay:
@@ -95,18 +97,22 @@ class StepCache:
             return BranchState(branch, self._current_snapshot([branch, *roots]), ())
         closed_over = list(reachable(branch))
         modules = [v for v in closed_over if isinstance(v, nn.Module)]
+        if modules and not any(isinstance(v, _WITH_MORE) for v in closed_over):
+            return BranchState(branch, self._current_snapshot(modules + roots), closed_over)
         return BranchState(branch, ModuleSnapshot(modules + roots, closed_over), closed_over)
 
     def _compiled_parts(self, state: BranchState) -> Sequence[CodeType]:
-        """The code that the user compiled of a branch, of modules in it, and of functions that it calls."""
-        if "torch._dynamo" not in sys.modules:
+        """The code that the user compiled of a branch, of modules in it, and of functions that it calls.
+
+        An object that is neither a module nor a function may run a part of its modules alone, as a converted layer does
+        in each of its steps. Of a part that did not run, the graph that ran last says nothing.
+        """
+        if "torch._dynamo" not in sys.modules or not isinstance(state.branch, (nn.Module, FunctionType)):
             return ()
-        if not isinstance(state.branch, nn.Module):
-            return _compiled([state.branch, *state.snapshot.modules], reachable(state.branch))
         if self._snapshot is not state.snapshot:
-            return _compiled(state.snapshot.modules)
+            return _compiled([state.branch, *state.snapshot.modules], reachable(state.branch))
         if self._compiled is None:
-            self._compiled = _compiled(state.snapshot.modules)
+            self._compiled = _compiled([state.branch, *state.snapshot.modules])
         return self._compiled
 
     def traits(self, training: Sequence[bool]) -> BranchTraits:
@@ -118,9 +124,9 @@ class StepCache:
         return traits
 
     def _current_snapshot(self, roots: list[nn.Module]) -> ModuleSnapshot:
-        """The modules below `roots` as they are now; roots[0] is the step's branch."""
+        """The modules below `roots` as they are now: the step's branch, or the modules that it holds."""
         snapshot = self._snapshot
-        if snapshot is None or snapshot.modules[0] is not roots[0] or not snapshot.is_current():
+        if snapshot is None or any(map(is_not, roots, snapshot.modules)) or not snapshot.is_current():
             snapshot = ModuleSnapshot(roots)
             for traits in self._traits.values():
                 traits.forget_saves()

@@ -80,7 +80,7 @@ class DeepGraphNetwork(HubModel):
                 leads both ways twice; several graphs are one with no edges between them.
         """
         targets = edge_index[1]
-        degree = targets.bincount(minlength=len(nodes))
+        degree = targets.new_zeros(len(nodes)).index_add(0, targets, torch.ones_like(targets))
         output: Tensor = self.head(
             self.stack(embedded(nodes, self.embed), edge_index=edge_index, edge_weight=1 / degree[targets, None])
         )

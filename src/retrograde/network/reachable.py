@@ -51,10 +51,16 @@ def read_by_functions(functions: Iterable[Any]) -> Iterator[Place]:
 
 
 def functions_reached(roots: Iterable[Any]) -> list[types.FunctionType]:
-    """Functions, those that they name or close over, and the same of the forward of modules and what it calls."""
+    """Functions, those that they name or close over, and the same of the forward of modules and what it calls.
+
+    The forward of torch's own modules is not looked into.
+    """
     functions: list[Any] = []
     for root in roots:
-        functions += _methods_run_by(root) if isinstance(root, nn.Module) else [root]
+        if not isinstance(root, nn.Module):
+            functions.append(root)
+        elif not type(root).__module__.startswith("torch."):
+            functions += _methods_run_by(root)
     return [function for function, _ in _walked(functions)]
 
 

@@ -9,7 +9,8 @@ NOTE [What a device's figures mean]
     paper these are assumptions, wide enough for what is published (Llama 3 trained at 38-43% of the H100's
     bfloat16 peak, PaLM at 46% of its devices'; single large matrix products attain 60-80%). They make the range
     beside every predicted time.
- 4. `overhead` is what an operator costs at least, however small.
+ 4. `overhead` is what an operator costs at least, however small. Its part of `attained` divides it: hosts are half or
+    twice as fast.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ _ON_PAPER = {
     "flops": Attained(0.4, 0.6, 0.8),
     "bandwidth": Attained(0.6, 0.75, 0.9),
     "link": Attained(0.5, 0.7, 0.9),
+    "overhead": Attained(0.5, 1.0, 2.0),
 }
 
 
@@ -55,7 +57,7 @@ class Device:
         network: bytes per second to a device of another node.
         per_node: how many devices a node has.
         overhead: seconds that an operator takes at least.
-        attained: which parts of the peaks are attained, for "flops", "bandwidth" and "link".
+        attained: which parts of the peaks are attained, for "flops", "bandwidth", "link" and "overhead".
         is_cpu: whether operators run on the host.
         title, sources: what it is in words, and where the figures are from.
     """
@@ -68,12 +70,13 @@ class Device:
     network: float = 12.5e9
     per_node: int = 8
     overhead: float = 4e-6
-    attained: Mapping[str, Attained] = field(default_factory=lambda: dict(_ON_PAPER))
+    attained: Mapping[str, Attained] = field(default_factory=dict)
     is_cpu: bool = False
     title: str = ""
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "attained", {**_ON_PAPER, **self.attained})
         for name in ("memory", "bandwidth", "link", "network", "per_node"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
@@ -102,7 +105,7 @@ class Device:
             )
         values = {**data, "name": name, "memory": parse_size(data["memory"]), "sources": tuple(data.get("sources", ()))}
         if "attained" in data:
-            values["attained"] = {**_ON_PAPER, **{key: Attained(*parts) for key, parts in data["attained"].items()}}
+            values["attained"] = {key: Attained(*parts) for key, parts in data["attained"].items()}
         return cls(**values)
 
 

@@ -8,10 +8,12 @@ NOTE [What is the same on paper]
     dispatch gives: attention is flash attention, dropout keeps a mask of the input's dtype where an accelerator
     keeps booleans.
  3. What depends on values cannot run: `.item()`, `nonzero`, shapes that depend on the data.
+ 4. Compiled models run uncompiled. What a compiler fuses, and so what it saves, depends on the device.
 """
 
 from __future__ import annotations
 
+import logging
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +39,7 @@ from retrograde.engine.torch_internals import load_compiler
 _CPU = torch.device("cpu")
 _MOVES = {getattr(Tensor, name) for name in ("cuda", "xpu", "hpu", "mtia", "ipu", "cpu") if hasattr(Tensor, name)}
 _TORCH, _OURS = Path(torch.__file__).parent, Path(__file__).resolve().parents[2]
+_OPERATORS = "_meta_registrations.py"  # where torch infers results without values
 _NOT_HERE = (  # warnings about values, of which there are none
     r"FSDP2-wrapped module",
     r".*data pointer of FakeTensor",
@@ -68,12 +71,24 @@ def fake_session(mesh_shape: Sequence[int] = (), names: Sequence[str] = ()) -> I
                 )
             stack.enter_context(fake_process_group(ranks))
             mesh = init_device_mesh("cpu", tuple(mesh_shape), mesh_dim_names=tuple(names))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_autocast_on_the_cpu())
         stack.enter_context(converting_fake_modules())
         stack.enter_context(initialising_without_values())
         mode = stack.enter_context(fake_mode())
+        stack.enter_context(_silenced(type(mode).__module__))  # which logs what an operator raises, too
         stack.enter_context(_EveryDeviceIsTheCpu())
         yield FakeSession(mode, mesh)
+
+
+@contextmanager
+def _silenced(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 class FakeSession:
@@ -93,26 +108,41 @@ def refusing_values(doing: str) -> Iterator[None]:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, FAKE_TENSOR_ERRORS):
             cause = cause.__cause__
-        if cause is None:
-            raise
-        _refuse(doing, error, cause)
+        if cause is not None:
+            _refuse(doing, error, cause)
+        if isinstance(error, RuntimeError) and _was_raised_by_an_operator(error):
+            _refuse_operator(doing, error)
+        raise
 
 
 def _refuse(doing: str, error: BaseException, cause: BaseException) -> NoReturn:
-    frames = traceback.extract_tb(error.__traceback__) + traceback.extract_tb(cause.__traceback__)
-    line = _own_line([f for f in frames if not f.filename.startswith("<")])
     raise NeedsValuesError(
-        f"{doing} needs the values of a tensor, and a plan on paper has none: {Path(line.filename).name}, line "
-        f"{line.lineno}: `{line.line}` ({_words(cause)}). Let shapes and branches of the code depend on sizes alone, "
-        "or plan on a machine that has the model (without `on`)."
+        f"{doing} needs the values of a tensor, and a plan on paper has none: {_own_line(error, cause)} "
+        f"({_words(cause)}). Let shapes and branches of the code depend on sizes alone, or plan on a machine that has "
+        "the model (without `on`)."
     ) from cause
 
 
-def _own_line(frames: list[traceback.FrameSummary]) -> traceback.FrameSummary:
-    """The innermost line that is the user's or, inside of it, that of a model of retrograde's own."""
+def _refuse_operator(doing: str, error: RuntimeError) -> NoReturn:
+    raise NeedsValuesError(
+        f"{doing} failed on tensors without values: {_own_line(error)} ({_words(error)}) If this line runs with "
+        "values, torch does not know the operator without them: use another dtype or implementation, or plan on a "
+        "machine that has the model (without `on`)."
+    ) from error
+
+
+def _was_raised_by_an_operator(error: BaseException) -> bool:
+    """Whether an operator without values raised it, and not the user's code."""
+    return any(Path(f.filename).name == _OPERATORS for f in traceback.extract_tb(error.__traceback__))
+
+
+def _own_line(*errors: BaseException) -> str:
+    """The innermost line that is the user's or, inside of it, that of a model of retrograde's own, in words."""
     models = _OURS / "models"
+    frames = [f for e in errors for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith("<")]
     own = [f for f in frames if _is_inside(f, models) or not (_is_inside(f, _TORCH) or _is_inside(f, _OURS))]
-    return (own or frames)[-1]
+    line = (own or frames)[-1]
+    return f"{Path(line.filename).name}, line {line.lineno}: `{line.line}`"
 
 
 def _is_inside(frame: traceback.FrameSummary, folder: Path) -> bool:

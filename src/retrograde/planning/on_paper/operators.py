@@ -125,13 +125,15 @@ class OperatorClock(TorchDispatchMode):
 
 
 def _roofline(device: Device, flops: int, moved: int, dtype: str) -> Seconds:
-    rate, flops_part, moved_part = device.rate(dtype), device.attained["flops"], device.attained["bandwidth"]
+    rate, parts = device.rate(dtype), device.attained
 
-    def at(compute: float, memory: float) -> float:
+    def at(name: str) -> float:
+        compute, memory, host = (float(getattr(parts[key], name)) for key in ("flops", "bandwidth", "overhead"))
         longest = max(flops / (rate * compute), moved / (device.bandwidth * memory))
-        return longest + device.overhead if device.is_cpu else max(longest, device.overhead)
+        overhead = device.overhead / host
+        return longest + overhead if device.is_cpu else max(longest, overhead)
 
-    return Seconds(*(at(getattr(flops_part, name), getattr(moved_part, name)) for name in ("best", "likely", "worst")))
+    return Seconds(*(at(name) for name in ("best", "likely", "worst")))
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
@@ -171,8 +173,9 @@ _WORKSPACES: dict[Any, Callable[[Sequence[Any]], int]] = {
     # oneDNN reorders the output's gradient, the input and the weight, as the profiler shows. Other kernels' workspaces,
     # and those of accelerators, are not known here.
     _ATEN.convolution_backward.default: lambda args: _bytes(args[:3]),
-    # gloo copies the input of a reduce-scatter and averages the copy.
+    # gloo copies the input of a reduce-scatter and averages the copy, and gathers into a copy of the output.
     torch.ops.c10d._reduce_scatter_base_.default: lambda args: _bytes([args[1]]),
+    torch.ops.c10d._allgather_base_.default: lambda args: _bytes([args[0]]),
 }
 """What kernels and collectives of the CPU allocate for themselves, in bytes."""
 

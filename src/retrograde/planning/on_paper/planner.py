@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from retrograde.engine.fake_internals import fake_copy
+from retrograde.engine.torch_internals import backends_of
 from retrograde.measure.formatting import parse_size
 from retrograde.measure.loss import Loss
 from retrograde.measure.stacks import stacks_of, the_stack
@@ -86,7 +87,9 @@ def plan_job(
             index = next(i for i, each in enumerate(rank.stacks) if each is chosen)
             ways += _planned(rank, index, chain, budget, ways, progress)
         unit = throughput_unit(subject.target.batch, job)
-        return JobPlan(job, budget, tuple(ways), blocks=sum(len(each.blocks) for each in rank.stacks), unit=unit)
+        blocks = sum(len(each.blocks) for each in rank.stacks)
+        compiled = any(backends_of(part) for part in model.modules())
+        return JobPlan(job, budget, tuple(ways), blocks=blocks, unit=unit, compiled=compiled)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from .jobs import Job
 from .rank import StepCost
 
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "communication", "temporaries")
+_LABELS = ("parameters", "gradients", "optimiser", "activations", "exchanged", "temporaries")
 _COLOURS = ("#4c566a", "#d9899c", "#9f7aa5", "#5ab4ac", "#a0aec0", "#d8c24a")  # none is that of a memory mode
 
 
@@ -64,6 +65,7 @@ class JobPlan:
         ways: the memory modes, then this budget's plan.
         blocks: how many blocks the model's stacks have.
         unit: what the throughput is counted in.
+        compiled: whether the model is compiled. The figures are those of the same model uncompiled.
     """
 
     job: Job
@@ -71,6 +73,7 @@ class JobPlan:
     ways: tuple[Way, ...]
     blocks: int
     unit: Unit
+    compiled: bool = False
 
     @property
     def best(self) -> Way | None:
@@ -103,9 +106,7 @@ class JobPlan:
         return f"Predicted for {ranks}{shared}, {format_bytes(self.budget)} each. Bytes of one rank at its peak:"
 
     def _bytes(self) -> list[str]:
-        rows: list[tuple[str, ...]] = [
-            ("", "parameters", "gradients", "optimiser", "activations", "exchanged", "temporaries", "peak", "")
-        ]
+        rows: list[tuple[str, ...]] = [("", *_LABELS, "peak", "")]
         for way in self.ways:
             memory = way.cost.memory
             sizes = [format_bytes(getattr(memory, part)) for part in _PARTS]
@@ -135,6 +136,12 @@ class JobPlan:
             "Times are from a roofline, not measured: the range is what devices attain of their peaks, and whether "
             "exchange hides behind arithmetic."
         ]
+        if self.compiled:
+            notes.append(
+                "The model is compiled, and these figures are those of the same model uncompiled: what a compiler "
+                "fuses and saves depends on the device. `retrograde plan` without --on, where the device is, measures "
+                "compiled steps."
+            )
         best = self.best
         if best is None:
             return [*notes, f"Nothing fits {format_bytes(self.budget)}: the least is {format_bytes(self.minimum)}."]
@@ -165,6 +172,7 @@ class JobPlan:
             **job,
             "budget": self.budget,
             "blocks": self.blocks,
+            "compiled": self.compiled,
             "best": None if best is None else best.name,
             **({} if self.plan is None else self.plan.to_dict()),
             "ways": ways,
@@ -178,11 +186,13 @@ class JobPlan:
         unit, size = unit_of(max(way.cost.memory.peak for way in self.ways))
         for row, way in enumerate(self.ways):
             start = 0.0
-            for part, colour in zip(_PARTS, _COLOURS, strict=True):
+            for part, label, colour in zip(_PARTS, _LABELS, _COLOURS, strict=True):
                 width = getattr(way.cost.memory, part) / size
-                axes.barh(row, width, left=start, color=colour, label=part if row == 0 else None)
+                axes.barh(row, width, left=start, color=colour, label=label if row == 0 else None)
                 start += width
-            axes.text(start, row, f"  {way.cost.seconds}", va="center", fontsize=8)
+            behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+            place: dict[str, Any] = {"xy": (start, row), "xytext": (8, 0), "textcoords": "offset points"}
+            axes.annotate(str(way.cost.seconds), **place, va="center", fontsize=8, bbox=behind)
         axes.axvline(self.budget / size, color="#c53030", linestyle="--", label="budget")
         axes.set_yticks(range(len(self.ways)), [way.name for way in self.ways])
         axes.invert_yaxis()

@@ -19,6 +19,7 @@ _MEASURED = {  # rates that were measured, on steps whose shapes differ from tho
     "flops": Attained(0.7, 1.0, 1.15),
     "bandwidth": Attained(0.6, 1.0, 1.3),
     "link": Attained(0.5, 1.0, 1.2),
+    "overhead": Attained(0.5, 1.0, 1.2),
 }
 
 
