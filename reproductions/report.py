@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
-import importlib.metadata
 import json
 import os
 import platform
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+import retrograde
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -183,7 +184,7 @@ class Page:
                 f"- date: {origin}",
                 f"- hardware: {_processor()}, {os.cpu_count()} cores; load average before the run {self.load:.1f}"
                 f"{busy}",
-                f"- software: retrograde {_version('retrograde')}, torch {torch.__version__}, Python "
+                f"- software: retrograde {retrograde.__version__}, torch {torch.__version__}, Python "
                 f"{platform.python_version()}, {platform.system()}, "
                 f"ONEDNN_MAX_CPU_ISA={os.environ.get('ONEDNN_MAX_CPU_ISA', 'unset')}; one thread per process",
                 f"- the {'whole' if self.kept is None else 'last'} run took {minutes:.1f} minutes",
@@ -210,15 +211,6 @@ def _commit() -> str:
     head = _git("rev-parse", "--short", "HEAD") or "unknown"
     changed = _git("status", "--porcelain", "--", "../src", "*.py")
     return f"{head}, with uncommitted changes" if changed else head
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        import retrograde
-
-        return retrograde.__version__
 
 
 def run(main: Callable[[], None]) -> None:

@@ -238,13 +238,14 @@ their gradients. Mean ± standard deviation over seeds."""
 LIMITS = """\
 ## What this shows, and what not
 
-It compares the same branches in two wirings, at sizes that two processor cores can train, far from convergence. Where \
-the difference is within the spread, being reversible cost nothing that these runs can see. Equal compute is another \
-matter: a residual network that has the memory to store its activations can take 4/3 of the steps instead, and training \
-is so far from its end here that more steps help either network a lot. That is the price of recomputing, which \
-checkpointing pays too. It does not follow that this holds for large models or long training, which were not tested. Nor does it say that reversing is the best use of \
-memory: the checkpointed residual network needs the same compute, and at a few blocks its peak is nearly as low. What \
-reversing adds is that the peak does not grow with depth, as the picture shows."""
+It compares the same branches in two wirings, at sizes that two processor cores can train, far from convergence. \
+Where the difference is within the spread, being reversible cost nothing that these runs can see. Equal compute is \
+another matter: a residual network that has the memory to store its activations can take 4/3 of the steps instead, \
+and training is so far from its end here that more steps help either network a lot. That is the price of \
+recomputing, which checkpointing pays too. It does not follow that this holds for large models or long training, \
+which were not tested. Nor does it say that reversing is the best use of memory: the checkpointed residual network \
+needs the same compute, and at a few blocks its peak is nearly as low. What reversing adds is that the peak does not \
+grow with depth, as the picture shows."""
 
 
 if __name__ == "__main__":
