@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import random
 import resource
@@ -198,8 +199,9 @@ def times(options: Any, report: Report) -> None:
         base, limit = (COMPILED, 4 / 3) if dropout or autocast else (PLAIN, 1.03)
         (ratio, cell), streams = result.ratio(OURS, base), result.peaks[OURS]
         what = f"tiny blocks, depth {depth}, {title}: time to {base}; peak less gradients"
-        met = ratio <= limit and streams <= 8.5
-        report.goal(what, f"{cell}; {streams:.1f} S", f"≤ {limit:.2f}; ≤ 8.5 S", is_met=met)
+        most = 8.5 if base is PLAIN else math.inf  # no figure is set for the others
+        wanted = f"≤ {limit:.2f}" + ("; ≤ 8.5 S" if base is PLAIN else "")
+        report.goal(what, f"{cell}; {streams:.1f} S", wanted, is_met=ratio <= limit and streams <= most)
 
 
 def large(options: Any, report: Report) -> None:
