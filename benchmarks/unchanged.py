@@ -8,7 +8,7 @@ that start as None, as after `optimizer.zero_grad()`. Times are processor time. 
 each round every way runs one step, and ratios are taken within the round. For each setting of `every_n_layers` of
 transformers there are two questions. Equal memory: of the plans whose measured peak is within that setting's peak, the
 fastest by the planner's count. Equal time: of the plans that do no more work than that setting, by the planner's count,
-the one with the smallest peak. The report goes to benchmarks/results/unchanged.md; the exit status is 1 if a plan is
+the one with the smallest peak. The report goes to benchmarks/results/, with its date; the exit status is 1 if a plan is
 slower or larger at equal memory.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import datetime
 import os
 import statistics
 import sys
@@ -240,8 +241,9 @@ def main() -> int:
         lost += [f"{name}: {p.ours.name} loses to {p.theirs.name} at equal memory." for p in pairs if p.is_lost]
     lines += ["## The machine", *describe(before, ["torch", "transformers"]), *lost]
     options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "unchanged.md").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
-    sys.stderr.write("\n".join([*lost, f"Written to {options.output / 'unchanged.md'}", ""]))
+    path = options.output / f"{datetime.date.today()}-unchanged.md"
+    path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    sys.stderr.write("\n".join([*lost, f"Written to {path}", ""]))
     return 1 if lost and not options.quick else 0
 
 

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from retrograde.engine.fake_internals import fake_copy
-from retrograde.engine.torch_internals import backends_of
+from retrograde.engine.torch_internals import VERSION, backends_of
 from retrograde.measure.formatting import parse_size
 from retrograde.measure.loss import Loss
 from retrograde.measure.stacks import stacks_of, the_stack
@@ -95,6 +96,12 @@ def plan_job(
 @contextmanager
 def opened(source: Source, job: Job, **sizes: int) -> Iterator[Subject]:
     """A session in which the source has been made, without values."""
+    if VERSION < (2, 13):
+        raise ValueError(
+            f"A plan for another machine (on=, --on) needs torch 2.13 or later, and this is {torch.__version__}: older "
+            "versions cannot run attention and collectives on tensors without values. Update torch, or plan on this "
+            "machine by measuring."
+        )
     with fake_session(*job.mesh) as session:
         extra = {"mesh": session.mesh} if job.shard == "tensor" else job.factory_arguments
         with refusing_values("Making the model"):
