@@ -10,15 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import retrograde as rg
+from compiling import QUIET, Graphs
 from retrograde.engine.torch_internals import VERSION
 from small_models import Model, assert_same_bits, bert, gpt2, gradients, llama
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.script.* is deprecated:DeprecationWarning",  # torch's own, when it loads its compiler
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # the tracer looks at every attribute
-    "ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning",  # the tracer does
-)
-
+pytestmark = QUIET
 
 needs_our_backend = pytest.mark.skipif(VERSION < (2, 13), reason='backend="retrograde" needs torch 2.13')
 
@@ -31,19 +27,6 @@ def _nothing_compiled() -> Iterator[None]:
     counters.clear()
     yield
     torch.compiler.reset()
-
-
-class Graphs:
-    """A backend that counts its graphs and runs them without a code generator: bit-identical to eager."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, graph: Any, inputs: Any) -> Any:
-        from torch._dynamo.backends.debugging import aot_eager
-
-        self.count += 1
-        return aot_eager(graph, inputs)
 
 
 def plain() -> tuple[nn.Module, dict[str, Tensor]]:
