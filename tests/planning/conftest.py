@@ -5,4 +5,4 @@ from __future__ import annotations
 from retrograde.engine.torch_internals import VERSION
 
 if VERSION < (2, 13):
-    collect_ignore_glob = ["test_on_paper*.py"]
+    collect_ignore_glob = ["conftest.py", "test_on_paper*.py"]
