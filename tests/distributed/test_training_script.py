@@ -83,12 +83,16 @@ def test_a_job_of_two_nodes_whose_worker_is_killed_ends_with_the_bits_of_one_nod
 
 
 def check_restart(run: Launched) -> None:
-    """Two processes started from step 0, and two more from a checkpoint in the middle."""
+    """Two processes started from step 0, and two more from a checkpoint in the middle.
+
+    On a busy machine torchrun restarts more than once: all nodes have to meet again, and one can come late.
+    """
     starts = [start for _, _, start in run.starts()]
     assert starts[:2] == [0, 0]
-    assert len(starts) == 4
-    assert 0 < starts[2] == starts[3] < STEPS
-    assert starts[2] % 10 == 0
+    assert len(starts) in (4, 6, 8)
+    for one, other in zip(starts[2::2], starts[3::2], strict=True):
+        assert 0 < one == other < STEPS
+        assert one % 10 == 0
 
 
 def test_a_batch_that_does_not_divide_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

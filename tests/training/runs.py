@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -92,18 +93,16 @@ def finished(child: BaseProcess) -> int | None:
 
 def kill(child: BaseProcess) -> bool:
     """As `kill -9` does. False if the child had finished before the signal came."""
-    assert child.pid is not None
-    os.kill(child.pid, signal.SIGKILL)
+    child.kill()
     child.join(START)
     assert child.exitcode in (0, -signal.SIGKILL)
     return child.exitcode != 0
 
 
-def wait_for(what: Any, child: BaseProcess) -> Any:
-    """Ask repeatedly until the answer is not empty."""
+def wait_for(what: Callable[[], Any], child: BaseProcess) -> Any:
+    """Ask repeatedly until the answer is not empty or the child has ended. The last answer."""
     until = time.monotonic() + START
-    while not (answer := what()):
-        assert child.is_alive(), "the child ended before it was to be killed"
+    while not (answer := what()) and child.is_alive():
         assert time.monotonic() < until, "nothing happened in time"
         time.sleep(0.0005)
     return answer
