@@ -20,11 +20,10 @@ if VERSION < (2, 13):
 from .compiler_internals import (  # names that older versions do not have
     DECIDES,
     PartitionerBase,
+    compile_with_inductor,
     cut,
     hash_of_files,
-    inductor_backend,
     merge_equal_nodes,
-    regions_unchecked,
     schemas_made_once,
     without_donated_buffers,
 )
@@ -71,14 +70,14 @@ class Backend:
         if has_marks and not any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs):
             strip_marks(module.graph)
             module.recompile()
-        with without_donated_buffers(), schemas_made_once(), regions_unchecked():
+        with without_donated_buffers(), schemas_made_once():
             return self.compile(module, inputs, **options)
 
     def compile(
         self, module: fx.GraphModule, inputs: Any, *, mode: str | None = None, options: dict[str, Any] | None = None
     ) -> Any:
-        inductor = inductor_backend(mode, {name: value for name, value in (options or {}).items() if name != "regions"})
-        return inductor(module, inputs, config_patches={"custom_partitioner_fn": Partitioner()})
+        for_inductor = {name: value for name, value in (options or {}).items() if name != "regions"}
+        return compile_with_inductor(module, inputs, mode, for_inductor, Partitioner())
 
 
 backend = Backend()

@@ -6,6 +6,7 @@ new torch changes one of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -209,6 +210,20 @@ def regions_unchecked() -> Any:
     return mock.patch.object(SubgraphPythonWrapperCodegen, "codegen_input_size_asserts", return_value=None)
 
 
-def inductor_backend(mode: str | None, options: dict[str, Any] | None) -> Any:
-    """The backend that `torch.compile` uses by default, with its mode and options."""
-    return torch._TorchCompileInductorWrapper(mode, options, None)
+def compile_with_inductor(
+    module: fx.GraphModule, inputs: Any, mode: str | None, options: dict[str, Any], partitioner: PartitionerBase
+) -> Any:
+    """Compile as `torch.compile` does by default, with its mode and options, and with another partitioner.
+
+    The backward half is compiled when it runs for the first time: what is to hold there surrounds each half.
+    """
+
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # slow, and torch warns as it is imported
+
+    @functools.wraps(compile_fx_inner)
+    def compile_half(*args: Any, **kwargs: Any) -> Any:
+        with schemas_made_once(), regions_unchecked():
+            return compile_fx_inner(*args, **kwargs)
+
+    patches = torch._TorchCompileInductorWrapper(mode, options, None).config
+    return compile_fx(module, inputs, compile_half, config_patches={**patches, "custom_partitioner_fn": partitioner})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from .step import Step, StepError, StreamName
@@ -112,6 +113,8 @@ class Block(nn.Module):
 
     def bound_steps(self, names: tuple[StreamName, ...]) -> tuple[BoundStep, ...]:
         """The steps with their streams' positions among `names`, which may hold more than the block's own."""
+        if torch.compiler.is_compiling():  # a compiled graph checks in each call whatever was read for it
+            return self._bind(names)
         steps = [*self._modules["steps"]._modules.values()]  # type: ignore[union-attr]  # `self.steps` is a long search
         bound = self._bound.get(names)
         if bound is None or bound[0] != steps:  # one may have been exchanged
