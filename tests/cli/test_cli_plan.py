@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import retrograde as rg
 from retrograde.cli._app import app
+from retrograde.engine.torch_internals import VERSION
 
 MODEL = """
 import collections, torch, retrograde as rg
@@ -64,6 +65,11 @@ def selects():
 
 def named():
     return Net(), collections.UserDict(x=torch.randn(8, 32))
+
+def compiled():
+    model, batch = make()
+    model.compile(backend="retrograde")
+    return model, batch
 
 def plain():
     return nn.Linear(2, 2), torch.randn(2, 2)
@@ -143,6 +149,15 @@ def test_a_mistake_is_explained_in_a_sentence(run: Any, args: tuple[str, ...], s
     assert "Traceback" not in result.output
 
 
+@pytest.mark.skipif(VERSION < (2, 13), reason='backend="retrograde" needs torch 2.13')
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor:UserWarning")
+def test_the_plan_of_a_compiled_model_is_printed_and_saved(run: Any, tmp_path: Path) -> None:
+    result = run("planned_model.py:compiled", "--budget", "1GiB", "--json", "--save", "plan.json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["memory"] == ["store"] * 6
+    assert rg.Plan.from_json((tmp_path / "plan.json").read_text()) == rg.Plan.uniform("store", 6)
+
+
 # For another machine
 
 ON = ("--on", "h100-80gb")
@@ -173,6 +188,15 @@ def test_json_of_a_plan_for_another_machine_is_all_that_is_printed(run: Any) -> 
         (("planned_model.py:selects", *ON), 2, "planned_model.py, line 39: `return self.stack(x[x.sum(-1).nonzero()"),
         (("planned_model.py:wrong_shape", *ON), 2, "The training step failed on tensors without values"),
         (("planned_model.py:make", "--budget", "1GiB", "--ranks", "2"), 2, "--ranks needs --on"),
+        (("planned_model.py:make", "--budget", "1GiB", "--fused"), 2, "--fused needs --on, the device to plan for"),
+        (("planned_model.py:make", "--budget", "1GiB", "--micro-batches", "2"), 2, "--micro-batches needs --on"),
+        (("planned_model.py:make", *ON, "--budget", "100GiB"), 2, "A budget of 100 GiB is more than h100-80gb has"),
+        (
+            ("planned_model.py:two", *ON, "--save", "p.json"),
+            2,
+            "--save p.json: a plan is for one stack. Choose it with",
+        ),
+        (("planned_model.py:plain", *ON), 2, "Linear contains no retrograde.ReversibleSequence"),
     ],
 )
 def test_a_mistake_in_a_plan_for_another_machine_is_explained(

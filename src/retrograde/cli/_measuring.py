@@ -1,13 +1,17 @@
-"""What surrounds a measurement in a command: the number of threads, and a progress bar."""
+"""What surrounds a measurement in a command: the number of threads, a progress bar, and the file for a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from retrograde.measure.timing import Progress
+from retrograde.memory import Plan
+
+from ._ending import ending_on
 
 
 @contextmanager
@@ -34,3 +38,11 @@ def progress_bar() -> Iterator[Progress]:
             bar.update(task, description=f"measuring {what}", completed=done, total=total)
 
         yield tell
+
+
+def write_plan(plan: Plan, path: Path | None) -> None:
+    """Write a plan as JSON, if there is a path for it."""
+    if path is not None:
+        with ending_on(OSError, prefix=f"--save {path}: "):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(plan.to_json() + "\n", encoding="utf-8")

@@ -14,8 +14,8 @@ from retrograde.measure.formatting import format_bytes
 from retrograde.measure.targets import TargetError
 from retrograde.planning.on_paper import JobPlan, plan_on
 
-from ._ending import FAULT, draw, ending_on, fail, telling
-from ._measuring import progress_bar
+from ._ending import FAULT, WRONG_USAGE, draw, ending_on, fail, telling
+from ._measuring import progress_bar, write_plan
 
 _PANEL = "For another machine"
 On = Annotated[
@@ -57,6 +57,16 @@ MicroBatches = Annotated[
 Stage = Annotated[int, typer.Option(min=0, help="The stage of a pipeline to plan.", rich_help_panel=_PANEL)]
 
 
+_DEFAULTS = {"ranks": 1, "fused": False, "stage": 0}  # of the options that follow --on; of others None
+
+
+def refuse_without_on(job: dict[str, Any], wanted: str) -> None:
+    """Raise if options were given that mean nothing without a device."""
+    given = [f"--{name.replace('_', '-')}" for name, value in job.items() if value != _DEFAULTS.get(name)]
+    if given:
+        raise ValueError(f"{', '.join(given)} needs --on, the device to {wanted} for.")
+
+
 def plan_on_paper(
     target: str, budget: str | None, options: dict[str, Any], *, save: Path | None, plot: Path | None, as_json: bool
 ) -> None:
@@ -65,10 +75,13 @@ def plan_on_paper(
     a_step_raised = telling("Cannot plan: a training step raised")
     with a_step_raised, ending_on(TargetError, ValueError), progress_bar() as tell:
         planned = plan_on(options.pop("on"), target, budget=budget, progress=tell, **options)
-    if save is not None and planned.plan is not None:
-        with ending_on(OSError, prefix=f"--save {save}: "):
-            save.parent.mkdir(parents=True, exist_ok=True)
-            save.write_text(planned.plan.to_json() + "\n", encoding="utf-8")
+    if save is not None and planned.unplanned:
+        fail(
+            f"--save {save}: a plan is for one stack. Choose it with --stack: {', '.join(planned.unplanned)}.",
+            WRONG_USAGE,
+        )
+    if planned.plan is not None:
+        write_plan(planned.plan, save)
     print(json.dumps(planned.to_dict()) if as_json else planned)
     draw(planned, plot)
     _end(planned)

@@ -56,7 +56,7 @@ def bench(
             return Net(), torch.randn(8, 64)       # or model, batch, loss
 
         retrograde bench
-        retrograde bench my_model.py:make --rounds 40 --threads 1 --plot time-and-memory.png
+        retrograde bench my_model.py:make --rounds 40 --plot bench.png
         retrograde bench my_model.py:make --plan 2GiB --json > bench.json
 
     Time is the ratio to store in the same round: its median, and its quartiles. The peak is the bytes of all

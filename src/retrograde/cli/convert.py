@@ -58,8 +58,8 @@ def convert(
             return model, tokens                   # or model, batch, loss
 
         retrograde convert my_model.py:make
-        retrograde convert my_model.py:make --recipe unchanged --recipe momentum:beta=0.5
-        retrograde convert path/to/checkpoint --recipe two_stream --json > report.json
+        retrograde convert my_model.py:make --recipe bdia --recipe momentum
+        retrograde convert path/to/checkpoint --recipe momentum:beta=0.25
 
     The report says for each recipe what training and eval compute, and compares with the original model (outputs,
     loss, gradients in training) and with stored activations (gradients, recomputed streams); then the extra bits that

@@ -27,8 +27,8 @@ def doctor(
         # my_model.py
         def make():
             model = Net()
-            batch = torch.randn(8, 64)             # or a tuple of arguments, or a dict
-            return model, batch                    # or model, batch, loss
+            batch = torch.randn(8, 64)   # or a tuple of arguments, or a dict
+            return model, batch          # or model, batch, loss
 
         retrograde doctor my_model.py:make
         retrograde doctor my_model.py:make --plot drift.png --tolerance 1e-2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -15,8 +16,8 @@ from retrograde.planning import _fit
 from retrograde.planning._fit import Trial
 from retrograde.planning._trial_process import TrialError
 
-from ._ending import FAULT, ending_on
-from ._on_paper import Fused, On, Optimizer, Precision, Ranks, Shard
+from ._ending import FAULT, ending_on, telling
+from ._on_paper import Fused, On, Optimizer, Precision, Ranks, Shard, refuse_without_on
 from ._options import TargetName
 
 
@@ -48,10 +49,11 @@ def fit(
         # my_model.py
         def make(batch=8, depth=12):
             model = Net(depth)
-            return model, torch.randn(batch, 64)    # or model, batch, loss, optimizer
+            # or model, batch, loss, or model, batch, loss, optimizer
+            return model, torch.randn(batch, 64)
 
         retrograde fit my_model.py:make --memory 8GiB
-        retrograde fit my_model.py:make --memory 8GiB --vary depth --mode store --mode reverse
+        retrograde fit my_model.py:make --memory 8GiB --vary depth --mode reverse
         retrograde fit my_package.models:make --memory 500MB --json > fit.json
 
     Every size is tried in a separate process, which trains for two steps: with stored activations,
@@ -62,19 +64,21 @@ def fit(
 
         retrograde fit my_model.py:make --on a100-80gb --ranks 8 --shard fsdp2
 
-    Exit status: 0 at least one size fits; 1 none does, or a trial failed for another reason; 2 wrong usage.
+    Exit status: 0 at least one size fits; 1 none does, or a trial failed for another reason; 2 wrong usage; with --on
+    also a model that has no stack, or that cannot run without values.
     """
     modes = mode or _fit.DEFAULT_MODES
     options: dict[str, Any] = {"vary": vary, "low": low, "high": high, "multiple_of": multiple_of, "timeout": timeout}
     job = {"ranks": ranks, "shard": shard, "optimizer": optimizer, "fused": fused, "precision": precision}
-    with ending_on(TargetError, ValueError, OSError), ending_on(TrialError, status=FAULT):
+    a_step_raised = telling("Cannot simulate a training step: it raised") if on is not None else nullcontext()
+    with a_step_raised, ending_on(TargetError, ValueError, OSError), ending_on(TrialError, status=FAULT):
         if on is not None:
             options |= {"on": on, **job}
             del options["timeout"]
         elif memory is None:
             raise ValueError("Missing option '--memory': the limit, such as 8GiB.")
-        elif given := [f"--{name}" for name, value in job.items() if value not in (None, False, 1)]:
-            raise ValueError(f"{', '.join(given)} needs --on, the device to find the sizes for.")
+        else:
+            refuse_without_on(job, "find the sizes")
         result = _fit.fit(target, memory_limit=memory, modes=modes, progress=_teller(vary), **options)
     print(json.dumps(asdict(result), indent=2) if as_json else result)
     raise typer.Exit(0 if any(each.size is not None for each in result.largest) else FAULT)

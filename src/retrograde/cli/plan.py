@@ -15,9 +15,20 @@ from retrograde.measure.formatting import parse_size
 from retrograde.measure.stacks import the_stack
 from retrograde.measure.targets import TargetError, load
 
-from ._ending import FAULT, draw, ending_on, fail, telling
-from ._measuring import on_threads, progress_bar
-from ._on_paper import Fused, MicroBatches, On, Optimizer, Precision, Ranks, Shard, Stage, plan_on_paper
+from ._ending import FAULT, WRONG_USAGE, draw, ending_on, fail, telling
+from ._measuring import on_threads, progress_bar, write_plan
+from ._on_paper import (
+    Fused,
+    MicroBatches,
+    On,
+    Optimizer,
+    Precision,
+    Ranks,
+    Shard,
+    Stage,
+    plan_on_paper,
+    refuse_without_on,
+)
 from ._options import Plot, TargetName, Threads
 
 
@@ -59,12 +70,12 @@ def plan(
             return Net(), torch.randn(8, 64)       # or model, batch, loss
 
         retrograde plan my_model.py:make --budget 2GiB
-        retrograde plan my_model.py:make --budget 500MB --plot pareto.png --save plan.json
+        retrograde plan my_model.py:make --budget 500MB --save plan.json
 
     With --on, nothing is allocated or timed: the step is simulated, bytes are counted per rank, and times are estimated
     from the device's peak compute and bandwidth (a roofline model).
 
-        retrograde plan my_model.py:make --on h100-80gb --ranks 8 --shard fsdp2 --budget 70GiB
+        retrograde plan my_model.py:make --on h100-80gb --ranks 8 --shard fsdp2
 
     In the training script: `stack.memory = rg.Plan.from_json(Path("plan.json").read_text())`.
 
@@ -72,19 +83,19 @@ def plan(
     step of a plan needs more than the budget, the command fails. It says where prediction and measurement disagree.
 
     Exit status: 0 a plan fits, also in a real step; 1 no plan fits (the smallest possible budget is named), or the
-    model has no stack, or produces NaN; 2 wrong usage.
+    model has no stack, or produces NaN; 2 wrong usage; with --on also a model that has no stack,
+    or that cannot run without values.
     """
     job = {"ranks": ranks, "shard": shard, "optimizer": optimizer, "fused": fused, "precision": precision}
+    job |= {"micro_batches": micro_batches, "stage": stage}
     if on is not None:
-        job |= {"on": on, "stack": stack, "micro_batches": micro_batches, "stage": stage}
         with on_threads(threads):
-            plan_on_paper(target, budget, job, save=save, plot=plot, as_json=as_json)
+            plan_on_paper(target, budget, {"on": on, "stack": stack, **job}, save=save, plot=plot, as_json=as_json)
         return
     with ending_on(TargetError, ValueError), on_threads(threads):
         if budget is None:
             raise ValueError("Missing option '--budget': how many bytes a training step may need, such as 2GiB.")
-        if given := [f"--{name}" for name, value in job.items() if value not in (None, False, 1)]:
-            raise ValueError(f"{', '.join(given)} needs --on, the device to plan for.")
+        refuse_without_on(job, "plan")
         size = parse_size(budget)
         loaded = load(target)
         if stack is not None:
@@ -93,21 +104,29 @@ def plan(
     with a_step_raised, ending_on(ValueError, status=FAULT), on_threads(threads), progress_bar() as tell:
         options: dict[str, Any] = {"loss": loaded.loss, "stack": stack, "progress": tell}
         planned = planning.plan(loaded.model, loaded.batch, size, **options)
-        comparison = planning.compare(loaded.model, loaded.batch, planned, **options)
-    if save is not None and comparison.broken_budget() is None:
-        with ending_on(OSError, prefix=f"--save {save}: "):
-            save.parent.mkdir(parents=True, exist_ok=True)
-            save.write_text(planned.plan.to_json() + "\n", encoding="utf-8")
-    if as_json:
-        rows = [asdict(row) for row in comparison.rows]
-        costs = {"peak": planned.peak, "minimum": planned.minimum, "slowdown": comparison.slowdown, "ways": rows}
-        costs |= {"budget": planned.budget, "disagreements": comparison.disagreements()}
-        print(json.dumps({**planned.plan.to_dict(), **costs}))
-    else:
-        print(_printable(f"{planned}\n\n{comparison.table()}"))
-    draw(comparison, plot)
-    if (broken := comparison.broken_budget()) is not None:
+        comparison = None if planned.chain is None else planning.compare(loaded.model, loaded.batch, planned, **options)
+    broken = None if comparison is None else comparison.broken_budget()
+    if broken is None:
+        write_plan(planned.plan, save)
+    _show(planned, comparison, as_json=as_json)
+    if comparison is not None:
+        draw(comparison, plot)
+    elif plot is not None:
+        fail(f"--plot {plot}: of a compiled model only the plan is measured, and one point is no picture.", WRONG_USAGE)
+    if broken is not None:
         fail(broken, FAULT)
+
+
+def _show(planned: planning.Planned, comparison: planning.Comparison | None, *, as_json: bool) -> None:
+    """Print the plan beside what it was compared with. That of a compiled model is measured, not compared."""
+    if not as_json:
+        print(planned if comparison is None else _printable(f"{planned}\n\n{comparison.table()}"))
+        return
+    costs: dict[str, Any] = {"peak": planned.peak, "minimum": planned.minimum, "budget": planned.budget}
+    if comparison is not None:
+        costs["ways"] = [asdict(row) for row in comparison.rows]
+        costs |= {"slowdown": comparison.slowdown, "disagreements": comparison.disagreements()}
+    print(json.dumps({**planned.plan.to_dict(), **costs}))
 
 
 def _printable(text: str) -> str:

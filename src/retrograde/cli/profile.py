@@ -34,7 +34,8 @@ def profile(
         def make():
             model = Net()
             tokens = torch.randint(1000, (8, 128))
-            return model, tokens, lambda logits: loss(logits, tokens)   # or model, batch
+            # or model, batch
+            return model, tokens, lambda logits: loss(logits, tokens)
 
         retrograde profile my_model.py:make
         retrograde profile my_model.py:make --mode reverse --output before

@@ -42,9 +42,9 @@ def train(
         [data]
         path = "shakespeare.txt"
 
-        retrograde train --example > config.toml
+        retrograde train --example > config.toml    # then set data.path in it
         retrograde train config.toml
-        retrograde train config.toml --set training.steps=200 --set output.folder=short
+        retrograde train config.toml --set training.steps=200
         torchrun --nproc-per-node 2 -m retrograde train config.toml
 
     The output folder gets log.jsonl and checkpoints (safetensors and JSON: nothing in them is run as code).

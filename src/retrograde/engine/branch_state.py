@@ -38,6 +38,7 @@ from . import rng
 from .branch_traits import BranchTraits
 from .call import CallEnvironment
 from .context import without_graph
+from .fake_internals import has_values
 from .module_state import BATCH_STATISTICS, ModuleSnapshot, refresh_flat_weights
 from .saved_streams import edited_in_place
 from .torch_internals import cached_parametrizations, outside_function_transforms, parametrizations_cached
@@ -312,7 +313,9 @@ def _differ(name: str, silent: bool, old: Tensor | None, new: Tensor | None) -> 
         return True  # so they do in training; to look would make an accelerator wait
     if is_lazy(old) or is_lazy(new) or new.layout is not torch.strided:
         return False  # their versions tell
-    return old.shape != new.shape or not torch.equal(old, new)
+    if old.shape != new.shape:
+        return True
+    return has_values(old) and has_values(new) and not torch.equal(old, new)
 
 
 def _sharded_since(now: Any, then: Any) -> bool:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.utils._device import _device_constructors
 
 Model = TypeVar("Model")
 
@@ -45,6 +46,11 @@ def fake_copy(mode: Any, value: Model) -> Model:
     """A module or a batch whose tensors have no values, in a mode that `fake_mode` returned."""
     with FakeCopyMode(mode):
         return copy.deepcopy(value)
+
+
+def takes_default_device(function: Any) -> bool:
+    """Whether a function of torch makes a tensor on the default device unless it is given another."""
+    return function in _device_constructors()
 
 
 @contextmanager

@@ -124,22 +124,48 @@ def fit(
         raise ValueError(f"timeout={timeout}: give the seconds that a trial may take, more than 0.")
     units = check_sizes(low, high, multiple_of)
     arguments = {"target": target, "vary": vary, "memory_limit": limit}
+
+    def run(memory: str, size: int) -> tuple[bool, int | None]:
+        try:
+            return run_trial({**arguments, "memory": memory, "size": size}, timeout)
+        except TrialError as error:
+            raise TrialError(f"The trial of {vary}={size} with memory={memory!r} failed: {error}") from None
+
+    return Fit(target, vary, limit, largest_of_modes(modes, units, multiple_of, run, progress))
+
+
+def largest_of_modes(
+    modes: Sequence[Mode],
+    units: range,
+    multiple_of: int,
+    run: Callable[[str, int], tuple[bool, int | None]],
+    progress: Callable[[Trial], None] | None,
+) -> tuple[Largest, ...]:
+    """The largest size for each mode, with its trials.
+
+    Args:
+        units: the sizes to try, in units of `multiple_of`.
+        run: one trial of a mode and a size: whether it fits, and its peak if that is known.
+    """
+    report = progress or (lambda trial: None)
     results: list[Largest] = []
     start = units[0]
     for memory in map(str, modes):
-        trials: list[Trial] = []
+        trials: dict[int, Trial] = {}
 
-        def fits(unit: int, memory: str = memory, trials: list[Trial] = trials) -> bool:
-            sized = {**arguments, "memory": memory, "size": unit * multiple_of}
-            trials.append(_trial(sized, timeout, progress or (lambda trial: None)))
-            return trials[-1].outcome == "fits"
+        def fits(unit: int, memory: str = memory, trials: dict[int, Trial] = trials) -> bool:
+            size, begun = unit * multiple_of, time.monotonic()
+            report(Trial(memory, size, "running"))
+            fits, peak = run(memory, size)
+            trials[unit] = Trial(memory, size, "fits" if fits else "too large", peak, time.monotonic() - begun)
+            report(trials[unit])
+            return fits
 
         best = largest(fits, units[0], units[-1], start)
-        start = best or units[0]  # the next mode is likely to fit it too; it is measured all the same
-        size = None if best is None else best * multiple_of
-        peak = next((trial.peak for trial in trials if trial.size == size), None)
-        results.append(Largest(memory, size, peak, best == units[-1], tuple(trials)))
-    return Fit(target, vary, limit, tuple(results))
+        start = best or units[0]  # the next mode is likely to fit it too; it is tried all the same
+        size, peak = (None, None) if best is None else (trials[best].size, trials[best].peak)
+        results.append(Largest(memory, size, peak, best == units[-1], tuple(trials.values())))
+    return tuple(results)
 
 
 def largest(fits: Callable[[int], bool], low: int, high: int, start: int) -> int | None:
@@ -187,17 +213,3 @@ def _check(target: str, limit: int, vary: str, modes: Sequence[Mode]) -> None:
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if limit > physical:
         raise ValueError(f"The limit is {format_bytes(limit)}, but this machine has {format_bytes(physical)}.")
-
-
-def _trial(arguments: dict[str, Any], timeout: float, report: Callable[[Trial], None]) -> Trial:
-    """Run one trial, and report it when it starts and when it ends."""
-    memory, size = arguments["memory"], arguments["size"]
-    report(Trial(memory, size, "running"))
-    begun = time.monotonic()
-    try:
-        fits, peak = run_trial(arguments, timeout)
-    except TrialError as error:
-        raise TrialError(f"The trial of {arguments['vary']}={size} with memory={memory!r} failed: {error}") from None
-    trial = Trial(memory, size, "fits" if fits else "too large", peak, time.monotonic() - begun)
-    report(trial)
-    return trial

@@ -22,7 +22,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from retrograde.measure.formatting import parse_size
+from retrograde.measure.formatting import format_bytes, parse_size
 
 THIS = "this"
 """The name of the machine at hand, which is measured."""
@@ -76,16 +76,36 @@ class Device:
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "attained", {**_ON_PAPER, **self.attained})
-        for name in ("memory", "bandwidth", "link", "network", "per_node"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        attained = {**_ON_PAPER, **{name: self._attained(name, parts) for name, parts in self.attained.items()}}
+        object.__setattr__(self, "attained", attained)
+        for name in ("memory", "bandwidth", "link", "network", "per_node", "overhead"):
+            if not _is_positive(value := getattr(self, name)):
                 raise ValueError(f"The device {self.name!r} has {name}={value!r}; give a number above 0.")
-        if not self.flops or any(not rate > 0 for rate in self.flops.values()):
+        if not _are_rates(self.flops):
             raise ValueError(
-                f"The device {self.name!r} has flops={dict(self.flops)}; give a number above 0 for each dtype it "
+                f"The device {self.name!r} has flops={self.flops!r}; give a number above 0 for each dtype it "
                 "computes in, such as {'float32': 67e12, 'bfloat16': 989e12}."
             )
+
+    def _attained(self, name: str, parts: Any) -> Attained:
+        is_triple = isinstance(parts, (tuple, list)) and len(parts) == 3 and all(map(_is_positive, parts))
+        if name not in _ON_PAPER or not is_triple or sorted(parts) != [*parts]:
+            raise ValueError(
+                f"The device {self.name!r} has attained[{name!r}]={parts!r}; give three numbers above 0 (worst, "
+                f"likely, best, in this order) for {', '.join(map(repr, _ON_PAPER))}."
+            )
+        return Attained(*parts)
+
+    def limit(self, given: int | str | None) -> int:
+        """The bytes of a budget for this device: all of its memory, if none is given."""
+        size = self.memory if given is None else parse_size(given)
+        if size > self.memory:
+            raise ValueError(
+                f"A budget of {format_bytes(size)} is more than {self.name} has: {format_bytes(self.memory)} "
+                f"({self.memory} bytes). Give less, or none for all of it, or describe a device that has more in a "
+                "JSON file."
+            )
+        return size
 
     def rate(self, dtype: str) -> float:
         """FLOP/s in a dtype; of one that is not listed, those of float32, or the least there are."""
@@ -104,9 +124,15 @@ class Device:
                 f"{', '.join(f.name for f in fields(cls) if f.name != 'name')}."
             )
         values = {**data, "name": name, "memory": parse_size(data["memory"]), "sources": tuple(data.get("sources", ()))}
-        if "attained" in data:
-            values["attained"] = {key: Attained(*parts) for key, parts in data["attained"].items()}
         return cls(**values)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
+def _are_rates(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value) and all(map(_is_positive, value.values()))
 
 
 def known_devices() -> dict[str, Device]:

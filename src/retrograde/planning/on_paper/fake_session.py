@@ -14,10 +14,11 @@ NOTE [What is the same on paper]
 from __future__ import annotations
 
 import logging
+import math
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,11 +34,14 @@ from retrograde.engine.fake_internals import (
     fake_mode,
     fake_process_group,
     initialising_without_values,
+    takes_default_device,
 )
 from retrograde.engine.torch_internals import load_compiler
 
 _CPU = torch.device("cpu")
-_MOVES = {getattr(Tensor, name) for name in ("cuda", "xpu", "hpu", "mtia", "ipu", "cpu") if hasattr(Tensor, name)}
+_KINDS = ("cuda", "xpu", "hpu", "mtia", "ipu", "cpu", "pin_memory")
+_MOVES = {getattr(Tensor, name) for name in _KINDS if hasattr(Tensor, name)}
+_CALLS_OF_A_DEVICE = ("set_device", "synchronize")  # of torch.cuda, which raise where there is none
 _TORCH, _OURS = Path(torch.__file__).parent, Path(__file__).resolve().parents[2]
 _OPERATORS = "_meta_registrations.py"  # where torch infers results without values
 _NOT_HERE = (  # warnings about values, of which there are none
@@ -55,9 +59,7 @@ class NeedsValuesError(ValueError):
 def fake_session(mesh_shape: Sequence[int] = (), names: Sequence[str] = ()) -> Iterator[FakeSession]:
     """A context in which tensors have no values, for the first of the ranks of a mesh."""
     load_compiler()
-    ranks = 1
-    for size in mesh_shape:
-        ranks *= size
+    ranks = math.prod(mesh_shape)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         for message in _NOT_HERE:
@@ -73,22 +75,15 @@ def fake_session(mesh_shape: Sequence[int] = (), names: Sequence[str] = ()) -> I
             mesh = init_device_mesh("cpu", tuple(mesh_shape), mesh_dim_names=tuple(names))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_autocast_on_the_cpu())
+        for name in _CALLS_OF_A_DEVICE:
+            stack.enter_context(_replaced(torch.cuda, name, lambda *args, **kwargs: None))
         stack.enter_context(converting_fake_modules())
         stack.enter_context(initialising_without_values())
         mode = stack.enter_context(fake_mode())
-        stack.enter_context(_silenced(type(mode).__module__))  # which logs what an operator raises, too
+        log = logging.getLogger(type(mode).__module__)  # which has what an operator raises, too
+        stack.enter_context(_replaced(log, "disabled", True))
         stack.enter_context(_EveryDeviceIsTheCpu())
         yield FakeSession(mode, mesh)
-
-
-@contextmanager
-def _silenced(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 class FakeSession:
@@ -164,7 +159,10 @@ class _EveryDeviceIsTheCpu(TorchFunctionMode):
         options = dict(kwargs or {})
         if func in _MOVES:
             return args[0]
-        if _is_elsewhere(options.get("device")):
+        device = options.get("device")
+        if device is None and takes_default_device(func):
+            device = torch.get_default_device()
+        if _is_elsewhere(device):
             options["device"] = _CPU
         if func is Tensor.to:
             args = [args[0], *(_CPU if _is_elsewhere(arg) else arg for arg in args[1:])]
@@ -180,16 +178,22 @@ def _is_elsewhere(device: Any) -> bool:
     return torch.device(device).type not in ("cpu", "meta")
 
 
-@contextmanager
-def _autocast_on_the_cpu() -> Iterator[None]:
+def _autocast_on_the_cpu() -> AbstractContextManager[None]:
     """Autocast for a device that is not here, which torch would disable with a warning."""
     original = torch.autocast.__init__
 
     def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         original(self, "cpu", *args, **kwargs)
 
-    torch.autocast.__init__ = init  # type: ignore[method-assign]
+    return _replaced(torch.autocast, "__init__", init)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """A context in which an attribute has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        torch.autocast.__init__ = original  # type: ignore[method-assign]
+        setattr(owner, name, before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -64,19 +64,42 @@ class Job:
                 f"ranks={self.ranks} need to know what they share: choose shard from "
                 f"{', '.join(repr(name) for name in SHARDS if name != 'none')}."
             )
-        if self.shard == "hsdp" and self.ranks % self.replicas:
-            raise ValueError(f"shard='hsdp' with ranks={self.ranks}: {self.replicas} replicas cannot be equally large.")
+        self._check_replicas()
         if self.precision is not None:
             check_choice("precision", self.precision, _PRECISIONS)
-        if self.fused and self.shard == "ddp":
-            raise ValueError(
-                "fused=True with shard='ddp': a fused optimiser frees gradients that DDP still has to average. Use "
-                "'fsdp2', or fused=False."
-            )
+        self._check_micro_batches()
+        if self.fused:
+            self._check_fused("fused=True")
         if not 0 <= self.stage < self.ranks or (self.stage and self.shard != "pipeline"):
             raise ValueError(f"stage={self.stage}: the stages of a pipeline are 0 to ranks - 1, with shard='pipeline'.")
         if self.optimizer is not None:
             optimizer_named(self.optimizer)
+
+    def _check_replicas(self) -> None:
+        per_node = self.device.per_node
+        if self.shard == "hsdp" and (self.ranks % self.replicas or (self.ranks > per_node and self.ranks % per_node)):
+            raise ValueError(
+                f"shard='hsdp' with ranks={self.ranks}: a node has {per_node} devices, and replicas must be whole "
+                f"nodes, or two halves of one. Give an even number up to {per_node}, or a multiple of {per_node}."
+            )
+
+    def _check_micro_batches(self) -> None:
+        if self.micro_batches is not None and (self.micro_batches < 1 or self.shard != "pipeline"):
+            raise ValueError(
+                f"micro_batches={self.micro_batches} with shard={self.shard!r}: give 1 or more, for shard='pipeline'."
+            )
+
+    def _check_fused(self, given: str) -> None:
+        if self.shard == "ddp":
+            raise ValueError(
+                f"{given} with shard='ddp': a fused optimiser frees gradients that DDP still has to average. Use "
+                "'fsdp2', or an optimiser that is not fused."
+            )
+        if self.shard == "pipeline" and self.batches > 1:
+            raise ValueError(
+                f"{given} with shard='pipeline': a fused optimiser steps after the first of {self.batches} "
+                "micro-batches, whose gradients have to be added up. Use an optimiser that is not fused."
+            )
 
     @property
     def replicas(self) -> int:
@@ -122,21 +145,67 @@ class Job:
     def autocast_dtype(self) -> torch.dtype | None:
         return None if self.precision is None else _PRECISIONS[self.precision]
 
+    def is_fused(self, given: GivenOptimizer | None) -> bool:
+        """Whether the optimiser steps during the backward pass. One that is named replaces that of the factory."""
+        if self.optimizer is None and given is not None and given.is_fused:
+            self._check_fused("The factory's FusedOptimizer")
+            return True
+        return self.fused
+
     def make_optimizer(
-        self, parameters: list[nn.Parameter], given: torch.optim.Optimizer | None
+        self, parameters: Mapping[str, nn.Parameter], given: GivenOptimizer | None
     ) -> torch.optim.Optimizer:
-        """The optimiser of parameters that may have been sharded since the given one was made."""
+        """The optimiser of a model's parameters, by their names: a named one, that of the factory, or AdamW."""
         kind: type[torch.optim.Optimizer] = torch.optim.AdamW
+        groups: list[dict[str, Any]] = [{"params": list(parameters.values())}]
         options: dict[str, Any] = {}
-        fused = self.fused
         if self.optimizer is not None:
             kind = optimizer_named(self.optimizer)
         elif given is not None:
-            inner = getattr(given, "_inner", given) if isinstance(given, FusedOptimizer) else given
-            kind, options, fused = type(inner), dict(inner.defaults), fused or inner is not given
-        if not self.device.is_cpu and options.get("foreach") is None and not options.get("fused"):
-            options = {**options, **_default_on_accelerators(kind)}
-        return FusedOptimizer(kind, parameters, **options) if fused else kind(parameters, **options)
+            kind, groups, options = given.kind, given.groups_of(parameters), given.options
+        if not self.device.is_cpu and "foreach" in inspect.signature(kind).parameters:
+            # There, all parameters are stepped at once unless a group says otherwise, with temporaries for all.
+            for group in groups:
+                if group.get("foreach") is None and not group.get("fused"):
+                    group["foreach"] = True
+        try:
+            return FusedOptimizer(kind, groups, **options) if self.is_fused(given) else kind(groups, **options)
+        except TypeError as error:
+            raise ValueError(
+                f"The factory's optimiser, {kind.__name__}, cannot be made a second time from its defaults: {error}. "
+                "Name one of torch.optim instead (optimizer=, --optimizer)."
+            ) from error
+
+
+@dataclass(frozen=True)
+class GivenOptimizer:
+    """The optimiser that a factory returned. Parameters are known by their names: sharding puts others in their places.
+
+    `options` are those of its constructor, `groups` has its groups, each with the names of its parameters as "params".
+    """
+
+    kind: type[torch.optim.Optimizer]
+    options: dict[str, Any]
+    groups: tuple[Mapping[str, Any], ...]
+    is_fused: bool
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, model: nn.Module) -> GivenOptimizer:
+        is_fused = isinstance(optimizer, FusedOptimizer)
+        kind = type(optimizer._inner if isinstance(optimizer, FusedOptimizer) else optimizer)
+        accepted = inspect.signature(kind).parameters
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        groups = [{key: value for key, value in g.items() if key != "param_names"} for g in optimizer.param_groups]
+        named = tuple({**group, "params": [names[p] for p in group["params"] if p in names]} for group in groups)
+        options = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+        return cls(kind, options, named, is_fused)
+
+    def groups_of(self, parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+        """The groups, with these parameters; frozen ones are not among them."""
+        return [
+            {**group, "params": [parameters[name] for name in group["params"] if name in parameters]}
+            for group in self.groups
+        ]
 
 
 def optimizer_named(name: str) -> type[torch.optim.Optimizer]:
@@ -151,8 +220,3 @@ def _optimizers() -> Iterable[type[torch.optim.Optimizer]]:
     values = [getattr(torch.optim, name) for name in torch.optim.__all__]
     kinds = [kind for kind in values if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)]
     return [kind for kind in kinds if kind not in unfit]
-
-
-def _default_on_accelerators(kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
-    """There, optimisers step all parameters at once unless they are told otherwise, and need temporaries for all."""
-    return {"foreach": True} if "foreach" in inspect.signature(kind).parameters else {}

@@ -74,8 +74,9 @@ class OperatorCosts:
 
     seconds: Seconds = NO_TIME
     flops: int = 0
-    operators: int = 0
     collectives: list[Collective] = field(default_factory=list)
+    unlisted: set[str] = field(default_factory=set)
+    """Dtypes of matrix products whose rate the device does not list."""
 
 
 class OperatorClock(TorchDispatchMode):
@@ -106,7 +107,7 @@ class OperatorClock(TorchDispatchMode):
             torch.empty(_WORKSPACES[func](args), dtype=torch.uint8)  # alive for a moment, as the kernel's own
         kind = _kind_of_collective(func)
         if kind is not None:
-            self.costs.collectives.append(_collective(kind, func, args, result, self._device))
+            self.costs.collectives.append(_collective(kind, args, result, self._device))
         elif func.namespace not in ("c10d", "_c10d_functional") and func.overloadpacket not in _FREE:
             self._count(func, args, kwargs or {}, result)
         return result
@@ -119,9 +120,11 @@ class OperatorClock(TorchDispatchMode):
             return  # a view
         moved = _bytes({id(t): t for t in (*inputs, *outputs)}.values())
         flops = _flops(func, args, kwargs, result)
+        dtype = _dtype(inputs)
         self.costs.flops += flops
-        self.costs.operators += 1
-        self.costs.seconds += _roofline(self._device, flops, moved, _dtype(inputs))
+        self.costs.seconds += _roofline(self._device, flops, moved, dtype)
+        if flops and dtype not in (*self._device.flops, "tf32"):
+            self.costs.unlisted.add(dtype)
 
 
 def _roofline(device: Device, flops: int, moved: int, dtype: str) -> Seconds:
@@ -220,6 +223,7 @@ def _inside_optimizer() -> bool:
 
 _KINDS = {"allgather": "all-gather", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
 _KINDS |= {"allreduce": "all-reduce", "all_reduce": "all-reduce", "broadcast": "broadcast"}
+_KINDS |= {"alltoall": "all-to-all", "all_to_all": "all-to-all"}
 
 
 def _kind_of_collective(func: Any) -> str | None:
@@ -229,7 +233,7 @@ def _kind_of_collective(func: Any) -> str | None:
     return next((kind for prefix, kind in _KINDS.items() if name.startswith(prefix)), None)
 
 
-def _collective(kind: str, func: Any, args: Sequence[Any], result: Any, device: Device) -> Collective:
+def _collective(kind: str, args: Sequence[Any], result: Any, device: Device) -> Collective:
     """In a ring, a rank receives all parts but its own; all-reduce is a reduce-scatter and an all-gather."""
     ranks = _ranks(args)
     whole = max((_bytes([t]) for t in _tensors((args, result))), default=0)

@@ -8,16 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from retrograde.engine.fake_internals import fake_copy
-from retrograde.engine.torch_internals import VERSION, backends_of
-from retrograde.measure.formatting import parse_size
+from retrograde.engine.torch_internals import VERSION, backends_of, tree_map
 from retrograde.measure.loss import Loss
 from retrograde.measure.stacks import stacks_of, the_stack
 from retrograde.measure.targets import Target, as_target, load
 from retrograde.measure.timing import Progress, silent
-from retrograde.memory import Plan
+from retrograde.memory import Memory, Plan
 from retrograde.planning._costs import ChainCost, predict
 from retrograde.planning._search import cheapest
 from retrograde.sequence import ReversibleSequence
@@ -25,7 +24,7 @@ from retrograde.sequence import ReversibleSequence
 from .chain import chain_on_paper
 from .devices import Device, device_named
 from .fake_session import fake_session, refusing_values
-from .jobs import Job
+from .jobs import GivenOptimizer, Job
 from .rank import Rank
 from .report import JobPlan, Way, speed, throughput_unit
 
@@ -45,9 +44,10 @@ class Subject:
     target: Target
     job: Job
     mesh: Any
+    optimizer: GivenOptimizer | None
 
     def rank(self) -> Rank:
-        return Rank(self.job, self.target, self.mesh)
+        return Rank(self.job, self.target, self.mesh, self.optimizer)
 
 
 def plan_on(
@@ -68,8 +68,7 @@ def plan_on(
     source: Source = (model, batch, loss) if isinstance(model, nn.Module) else model
     if not isinstance(model, nn.Module) and (batch is not None or loss is not None):
         raise TypeError("plan: a factory returns its batch and its loss itself; give them with a model only.")
-    size = job.device.memory if budget is None else parse_size(budget)
-    return plan_job(source, job, size, stack=stack, progress=progress)
+    return plan_job(source, job, job.device.limit(budget), stack=stack, progress=progress)
 
 
 def plan_job(
@@ -78,19 +77,22 @@ def plan_job(
     """The costs of each memory mode for a rank of the job, and of the fastest plan that fits the budget."""
     with opened(source, job) as subject:
         model = subject.target.model
-        chain = None
-        if stack is not None or len(stacks_of(model)) == 1:
-            chain = _chain(subject, the_stack(model, stack), progress)
+        stacks = stacks_of(model)
+        chosen = the_stack(model, stack) if stack is not None or len(stacks) == 1 else None
+        chain = None if chosen is None else _chain(subject, chosen, progress)
         rank = subject.rank()
-        ways = _uniform(rank, chain, budget, progress)
-        if chain is not None:
-            chosen = the_stack(model, stack)
-            index = next(i for i, each in enumerate(rank.stacks) if each is chosen)
-            ways += _planned(rank, index, chain, budget, ways, progress)
-        unit = throughput_unit(subject.target.batch, job)
-        blocks = sum(len(each.blocks) for each in rank.stacks)
-        compiled = any(backends_of(part) for part in model.modules())
-        return JobPlan(job, budget, tuple(ways), blocks=blocks, unit=unit, compiled=compiled)
+        ways = _uniform(rank, chosen, chain, budget, progress)
+        if chosen is not None and chain is not None:
+            ways += _planned(rank, chosen, chain, budget, ways, progress)
+        return JobPlan(
+            job,
+            budget,
+            tuple(ways),
+            blocks=sum(len(each.blocks) for each in rank.stacks),
+            unit=throughput_unit(subject.target.batch, job),
+            compiled=any(backends_of(part) for part in model.modules()),
+            unplanned=() if chosen is not None else tuple(stacks),
+        )
 
 
 @contextmanager
@@ -106,9 +108,11 @@ def opened(source: Source, job: Job, **sizes: int) -> Iterator[Subject]:
         extra = {"mesh": session.mesh} if job.shard == "tensor" else job.factory_arguments
         with refusing_values("Making the model"):
             target = _target(source, session.mode, {**sizes, **extra})
+        optimizer = None if target.optimizer is None else GivenOptimizer.of(target.optimizer, target.model)
+        target = replace(target, batch=tree_map(_from_meta, target.batch))
         if job.shard != "tensor":
             target.model.to_empty(device="cpu")  # views of a copied parameter without values do not share its storage
-        yield Subject(target, job, session.mesh)
+        yield Subject(target, job, session.mesh, optimizer)
 
 
 def _target(source: Source, mode: Any, arguments: dict[str, Any]) -> Target:
@@ -119,13 +123,23 @@ def _target(source: Source, mode: Any, arguments: dict[str, Any]) -> Target:
     return as_target(getattr(source, "__name__", "the factory"), source(**arguments))
 
 
-def _uniform(rank: Rank, chain: ChainCost | None, budget: int, progress: Progress) -> list[Way]:
-    """The cost of each mode for all blocks. A mode in which the blocks cost what they cost in another is not run."""
+def _from_meta(value: Any) -> Any:
+    """A tensor of a batch that was made on "meta", where the model is."""
+    return torch.empty_like(value, device="cpu") if isinstance(value, Tensor) and value.is_meta else value
+
+
+def _uniform(
+    rank: Rank, chosen: ReversibleSequence | None, chain: ChainCost | None, budget: int, progress: Progress
+) -> list[Way]:
+    """The cost of each mode for all blocks, or for those of the chosen stack.
+
+    A mode in which the blocks cost what they cost in another is not run.
+    """
     ways: dict[str, Way] = {}
     for i, mode in enumerate(MODES):
         progress(mode, i, len(MODES) + _ROUNDS)
         same = next((other for other in ways if chain is not None and _same_costs(chain, mode, other)), None)
-        way = _way(rank, mode, [mode] * len(rank.stacks), budget) if same is None else ways[same]
+        way = _way(rank, mode, chosen, mode, budget) if same is None else ways[same]
         ways[mode] = replace(way, name=mode)
     return list(ways.values())
 
@@ -140,12 +154,15 @@ def _chain(subject: Subject, stack: ReversibleSequence, progress: Progress) -> C
         return chain_on_paper(target.model, target.batch, target.loss, stack, subject.job, progress)
 
 
-def _way(rank: Rank, name: str, memories: list[Any], budget: int) -> Way:
-    cost = rank.step(memories)
-    return Way(name, None, cost, cost.memory.peak <= budget)
+def _way(rank: Rank, name: str, chosen: ReversibleSequence | None, memory: Memory, budget: int) -> Way:
+    """The cost of a memory of the chosen stack, of which others keep their own; or of all stacks."""
+    cost = rank.step([memory if chosen in (None, stack) else stack.memory for stack in rank.stacks])
+    return Way(name, memory if isinstance(memory, Plan) else None, cost, cost.memory.peak <= budget)
 
 
-def _planned(rank: Rank, index: int, chain: ChainCost, budget: int, ways: list[Way], progress: Progress) -> list[Way]:
+def _planned(
+    rank: Rank, chosen: ReversibleSequence, chain: ChainCost, budget: int, ways: list[Way], progress: Progress
+) -> list[Way]:
     """The fastest plan that fits, if a mixture of modes is faster than each mode that fits.
 
     The chain knows the blocks. What it does not know, such as parameters, gathered ones and the optimiser's state, is
@@ -159,8 +176,7 @@ def _planned(rank: Rank, index: int, chain: ChainCost, budget: int, ways: list[W
         memory = cheapest(chain, budget - other) if budget > other else None
         if memory is None:
             break
-        way = _way(rank, _PLAN, _with_plan(rank, index, Plan(memory, chain.anchors)), budget)
-        way = Way(_PLAN, Plan(memory, chain.anchors), way.cost, way.fits)
+        way = _way(rank, _PLAN, chosen, Plan(memory, chain.anchors), budget)
         if way.fits and (best is None or speed(way) < speed(best)):
             best = way
         difference = way.cost.step_peak - predict(chain, memory).peak
@@ -171,10 +187,5 @@ def _planned(rank: Rank, index: int, chain: ChainCost, budget: int, ways: list[W
     if not fitting:
         return []
     fastest = min(fitting, key=speed)
-    plan = fastest.plan or Plan.uniform(fastest.name, list(rank.stacks[index]))
+    plan = fastest.plan or Plan.uniform(fastest.name, list(chosen))
     return [Way(_PLAN, plan, fastest.cost, fits=True)]
-
-
-def _with_plan(rank: Rank, index: int, plan: Plan) -> list[Any]:
-    """The plan for one stack; other stacks are reversed."""
-    return [plan if i == index else "reverse" for i in range(len(rank.stacks))]

@@ -9,7 +9,7 @@ NOTE [What a rank's memory consists of]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from retrograde.measure.training_step import loss_of
 from retrograde.memory import Memory
 
 from .fake_session import refusing_values
-from .jobs import Job
+from .jobs import GivenOptimizer, Job
 from .operators import NO_TIME, OperatorClock, OperatorCosts, Seconds, transfer_seconds
 from .sharding import bucket_bytes, sharded
 
@@ -76,6 +76,7 @@ class StepCost:
         compute: the same with the optimiser's step.
         seconds: the time of the step, with what is exchanged.
         flops: of all matrix products, recomputed ones included.
+        unlisted: dtypes of matrix products whose rate the device does not list.
     """
 
     memory: RankMemory
@@ -85,6 +86,7 @@ class StepCost:
     seconds: Seconds
     traffic: Traffic
     flops: int
+    unlisted: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -99,14 +101,14 @@ class OptimizerCost:
 class Rank:
     """The first rank of a job, ready to train in any memory mode."""
 
-    def __init__(self, job: Job, target: Target, mesh: Any) -> None:
+    def __init__(self, job: Job, target: Target, mesh: Any, optimizer: GivenOptimizer | None) -> None:
         self.job = job
         self.batch = target.batch
         self._loss = target.loss
         self.model = sharded(target.model, job, mesh)
         self.stacks = list(stacks_of(self.model).values())
-        optimizer = target.optimizer
-        trained = [p for p in self.model.parameters() if p.requires_grad]
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._trained = list(trained.values())
         self._fused = self._fused_optimizer(trained, optimizer)
         self._buckets = bucket_bytes(self.model) if job.shard == "ddp" else 0
         self.optimizer = _optimizer_cost(job, trained, optimizer)
@@ -114,13 +116,15 @@ class Rank:
         # Later steps find what a first one made: gathered parameters, and how far a replay has to go.
         self.step(["checkpoint"] * len(self.stacks))
 
-    def _fused_optimizer(self, trained: list[nn.Parameter], given: Any) -> FusedOptimizer | None:
+    def _fused_optimizer(
+        self, trained: Mapping[str, nn.Parameter], given: GivenOptimizer | None
+    ) -> FusedOptimizer | None:
         """The optimiser that steps during the backward pass, if the job has such a one; with its state."""
-        if not (self.job.fused or isinstance(given, FusedOptimizer)):
+        if not self.job.is_fused(given):
             return None
         fused = self.job.make_optimizer(trained, given)
         assert isinstance(fused, FusedOptimizer)
-        _fill_gradients(trained)
+        _fill_gradients(trained.values())
         with OperatorClock(self.job.device):
             fused.step()
         fused.zero_grad()
@@ -139,6 +143,9 @@ class Rank:
 
     def _step(self) -> StepCost:
         self.model.zero_grad()
+        if self._adds_up:
+            _fill_gradients(self._trained)
+        earlier = storage_bytes([p.grad for p in self._trained if p.grad is not None])
         events: list[Event] = []
         sums: list[int] = []
         clock = OperatorClock(self.job.device, on_sum=lambda: sums.append(len(events)))
@@ -146,6 +153,7 @@ class Rank:
         with refusing_values("The training step"), MemoryTracker(ignore=ignored, events=events) as memory, clock:
             with memory.phase("forward"), self.job.autocast():
                 waiting = [loss_of(self.model, self.batch, self._loss) for _ in range(self.job.in_flight - 1)]
+                clock.costs = OperatorCosts()  # from here on those of one micro-batch
                 loss = loss_of(self.model, self.batch, self._loss)
             forward = len(events)
             with memory.phase("backward"):
@@ -153,13 +161,20 @@ class Rank:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             del waiting
             numbers = memory.numbers(*gradients) if self._fused is None else set()
-        cost = self._cost(_added_in_place(events, sums), forward, numbers, clock.costs)
+        cost = self._cost(_added_in_place(events, sums), forward, numbers, earlier, clock.costs)
         if self._fused is not None:
             self._fused.step()  # ends its round
         self.model.zero_grad()
         return cost
 
-    def _cost(self, events: list[Event], forward: int, gradients: set[int], costs: OperatorCosts) -> StepCost:
+    @property
+    def _adds_up(self) -> bool:
+        """Whether gradients of earlier micro-batches are there already while a pipeline is full."""
+        return self.job.shard == "pipeline" and self.job.batches > 1
+
+    def _cost(
+        self, events: list[Event], forward: int, gradients: set[int], earlier: int, costs: OperatorCosts
+    ) -> StepCost:
         at_peak = max(range(len(events)), key=lambda i: events[i].live)
         alive, left = _alive(events[: at_peak + 1]), _alive(events[:forward])
         parts = dict.fromkeys(("gradients", "communication", "activations", "temporaries"), 0)
@@ -168,6 +183,7 @@ class Rank:
         batch = storage_bytes(tensors_in(arguments(self.batch)))
         parts["activations"] += batch
         parts["communication"] += self._buckets
+        parts["gradients"] += earlier
         memory = RankMemory(self.parameters, optimizer=self.optimizer.state, moment=events[at_peak].phase, **parts)
         stepping = self._while_stepping(batch)
         traffic = self._traffic(costs)
@@ -180,22 +196,19 @@ class Rank:
             compute,
             _together(compute, traffic.seconds, overlapping=self.job.shard != "tensor"),
             traffic,
-            costs.flops,
+            costs.flops * (self.job.batches if self.job.shard == "pipeline" else 1),
+            frozenset(costs.unlisted),
         )
 
     def _of_all_batches(self, seconds: Seconds) -> Seconds:
         """The time of a step's micro-batches, and of those during which a pipeline fills and empties."""
         if self.job.shard != "pipeline":
             return seconds
-        forwards = 1 + (self.job.in_flight - 1) / 3  # more of them ran than backward passes, which take twice as long
-        passes = (self.job.batches + self.job.ranks - 1) / forwards
-        return Seconds(*(value * passes for value in seconds))
+        return Seconds(*(value * (self.job.batches + self.job.ranks - 1) for value in seconds))
 
     def _while_stepping(self, batch: int) -> RankMemory:
         """The memory while the optimiser steps; a fused one does so in the backward pass."""
-        gradients = (
-            0 if self._fused is not None else storage_bytes([p for p in self.model.parameters() if p.requires_grad])
-        )
+        gradients = 0 if self._fused is not None else storage_bytes(self._trained)
         return RankMemory(
             self.parameters, gradients, self.optimizer.state, batch, self._buckets, self.optimizer.temporaries,
             "optimiser step",
@@ -223,10 +236,10 @@ class Rank:
         return _tensors_of_state(self._fused) if self._fused is not None else []
 
 
-def _optimizer_cost(job: Job, parameters: Sequence[Tensor], given: torch.optim.Optimizer | None) -> OptimizerCost:
+def _optimizer_cost(job: Job, parameters: Mapping[str, Tensor], given: GivenOptimizer | None) -> OptimizerCost:
     """Step an optimiser of these parameters twice: it makes its state in the first step."""
-    own = [nn.Parameter(_local(p).detach()) for p in parameters]
-    optimizer = job.make_optimizer(own, given)
+    copies = {name: nn.Parameter(_local(p).detach()) for name, p in parameters.items()}
+    own, optimizer = list(copies.values()), job.make_optimizer(copies, given)
     with refusing_values("The optimiser's step"):
         _fill_gradients(own)
         with OperatorClock(job.device):

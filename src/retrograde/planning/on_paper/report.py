@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from retrograde.measure.batches import arguments, tensors_in
 from retrograde.measure.formatting import align, format_bytes
@@ -46,13 +45,12 @@ class Unit:
 
 
 def throughput_unit(batch: Any, job: Job) -> Unit:
-    """Tokens, if the batch has integers; otherwise samples, along the first dimension."""
-    tensors = [t for t in tensors_in(arguments(batch)) if t.dim()]
+    """Tokens, if the batch begins with rows of integers (labels come later); otherwise samples."""
+    first = next((t for t in tensors_in(arguments(batch)) if t.dim()), None)
     many = job.data_ranks * (job.batches if job.shard == "pipeline" else 1)
-    tokens = next((t for t in tensors if t.dtype in (torch.int64, torch.int32)), None)
-    if isinstance(tokens, Tensor):
-        return Unit("tokens", tokens.numel() * many)
-    return Unit("samples", (tensors[0].shape[0] if tensors else 1) * many)
+    if first is not None and first.dim() > 1 and first.dtype in (torch.int64, torch.int32):
+        return Unit("tokens", first.numel() * many)
+    return Unit("samples", many if first is None else first.shape[0] * many)
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,7 @@ class JobPlan:
         blocks: how many blocks the model's stacks have.
         unit: what the throughput is counted in.
         compiled: whether the model is compiled. The figures are those of the same model uncompiled.
+        unplanned: the names of the model's stacks, if there are several and none was chosen: there is no plan then.
     """
 
     job: Job
@@ -74,6 +73,7 @@ class JobPlan:
     blocks: int
     unit: Unit
     compiled: bool = False
+    unplanned: tuple[str, ...] = ()
 
     @property
     def best(self) -> Way | None:
@@ -90,6 +90,11 @@ class JobPlan:
     def minimum(self) -> int:
         """The least peak of all ways."""
         return min(way.cost.memory.peak for way in self.ways)
+
+    @property
+    def unlisted(self) -> list[str]:
+        """The dtypes of matrix products for which the device lists no FLOP/s."""
+        return sorted({dtype for way in self.ways for dtype in way.cost.unlisted})
 
     def __getitem__(self, name: str) -> Way:
         return next(way for way in self.ways if way.name == name)
@@ -142,6 +147,17 @@ class JobPlan:
                 "fuses and saves depends on the device. `retrograde plan` without --on, where the device is, measures "
                 "compiled steps."
             )
+        if self.unlisted:
+            notes.append(
+                f"{self.job.device.name} lists no FLOP/s for {', '.join(self.unlisted)}: those of float32, or the "
+                "least it has, are taken, which may be far too many. Describe the device in a JSON file to give them."
+            )
+        if self.unplanned:
+            names = ", ".join(map(repr, self.unplanned))
+            notes.append(
+                f"The model has {len(self.unplanned)} stacks ({names}), each in the same mode here. Mixtures are "
+                "planned for one stack at a time, which you choose with stack=name (--stack name)."
+            )
         best = self.best
         if best is None:
             return [*notes, f"Nothing fits {format_bytes(self.budget)}: the least is {format_bytes(self.minimum)}."]
@@ -173,6 +189,7 @@ class JobPlan:
             "budget": self.budget,
             "blocks": self.blocks,
             "compiled": self.compiled,
+            "unlisted": self.unlisted,
             "best": None if best is None else best.name,
             **({} if self.plan is None else self.plan.to_dict()),
             "ways": ways,
