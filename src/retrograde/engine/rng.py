@@ -51,10 +51,25 @@ def write(generator: Any, state: Any) -> None:
 
 
 def torch_generators(devices: Iterable[torch.device]) -> list[Any]:
-    """The generators that any branch may draw from: torch's, on the CPU and on the devices in use."""
+    """The generators that any branch may draw from: torch's, on the CPU, on these devices and on every accelerator.
+
+    A branch may draw on a device that no stream is on, as models do whose layers are spread over devices.
+    """
+    used = dict.fromkeys((*devices, *_initialised_devices()))
     generators: list[Any] = [torch.default_generator]
-    generators.extend(DeviceGenerator(d) for d in devices if d.type not in ("cpu", "meta"))
+    generators.extend(DeviceGenerator(d) for d in used if d.type not in ("cpu", "meta"))
     return generators
+
+
+def _initialised_devices() -> list[torch.device]:
+    """The accelerators of this process, if it has used one."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return []
+    module = torch.get_device_module(accelerator)
+    if not getattr(module, "is_initialized", lambda: True)():
+        return []
+    return [torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())]
 
 
 def global_generators() -> list[Any]:
