@@ -15,7 +15,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick quick-tests test lint types pytest browser test-versions test-accelerator test-torch-lists fuzz docs format bench clean
+.PHONY: help demo quick quick-tests test lint types pytest browser test-versions test-threads test-accelerator test-torch-lists fuzz docs format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -87,6 +87,9 @@ ELSEWHERE := planning/test_fit.py fused_optimizer/test_fused_optimizer_processes
 test-versions: $(TORCHES:%=.venv-torch-%/.ready)  ## the core tests with the oldest and the newest torch; TORCHES="2.12.1" others
 	@for version in $(TORCHES); do echo "torch $$version"; \
 	  .venv-torch-$$version/bin/python -m pytest $(CORE:%=tests/%) $(ELSEWHERE:%=--ignore=tests/%) $(ARGS) || exit 1; done
+
+test-threads: $(READY)  ## all tests with every backward pass in a fresh thread, as on an accelerator
+	$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile --backward-threads $(ARGS)
 
 test-accelerator: $(READY)  ## the tests that need an accelerator, on this machine's; writes accelerator-report.md
 	$(RUN) tests/device/accelerator_report.py $(ARGS)

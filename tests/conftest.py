@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from backward_threads import backward_in_threads
+
 torch.set_num_threads(1)
 
 collect_ignore_glob = ["conftest.py", "*/conftest.py"]  # no doctests in there, and modules of one name are refused
@@ -23,6 +25,23 @@ def _seeded() -> None:
     random.seed(0)
     np.random.seed(0)  # the global generator, which branches under test draw from
     torch.manual_seed(0)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--backward-threads", action="store_true", help="run every backward pass in a fresh thread")
+
+
+@pytest.fixture(autouse=True)
+def _backward_in_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With the option, or for tests marked `backward_thread`: each backward pass in a fresh thread."""
+    node = request.node
+    if node.get_closest_marker("calling_thread") or not (
+        request.config.getoption("--backward-threads") or node.get_closest_marker("backward_thread")
+    ):
+        yield
+        return
+    with backward_in_threads():
+        yield
 
 
 def _settings() -> dict[str, object]:

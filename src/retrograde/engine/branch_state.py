@@ -22,7 +22,6 @@ NOTE [What a replay restores]
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -40,35 +39,13 @@ from .call import CallEnvironment
 from .context import without_graph
 from .fake_internals import has_values
 from .module_state import BATCH_STATISTICS, ModuleSnapshot, refresh_flat_weights
+from .rng_lock import RNG_LOCK
 from .saved_streams import edited_in_place
 from .torch_internals import cached_parametrizations, outside_function_transforms, parametrizations_cached
 
 Buffer = tuple[dict[str, Any], str, Any, int, bool, bool]
 """The dictionary and name of a buffer, its value, its version, whether it may be edited without a new version, and
 whether it is a guest's (see `ModuleSnapshot`)."""
-
-_PATIENCE = 600.0
-
-
-class _DrawLock:
-    """Held by branches that draw random numbers or change buffers, which run one at a time."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(timeout=_PATIENCE):
-            raise RuntimeError(
-                f"A branch that draws random numbers or changes buffers waited {_PATIENCE:.0f} s for another thread "
-                "that is inside such a branch. Branches of this kind run one at a time; do not let one wait for "
-                "another."
-            )
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-
-
-DRAW_LOCK = _DrawLock()
 
 
 class BranchState:
@@ -106,7 +83,7 @@ class BranchState:
             computed = cached_parametrizations() or {}
             self._parametrizations = {key: v if v is None else without_graph(v) for key, v in computed.items()}
         if traits.draws or traits.edits:
-            DRAW_LOCK.__enter__()
+            RNG_LOCK.__enter__()
             self._locked = True
             now = environment.read()
             if now != environment.states:  # if not, this step and the last one share the states that they keep
@@ -160,7 +137,7 @@ class BranchState:
         """Let other threads' branches run; after `end`, or where an exception ends the first run."""
         if self._locked:
             self._locked = False
-            DRAW_LOCK.__exit__()
+            RNG_LOCK.__exit__()
 
     def _sort_buffers(self, traits: BranchTraits) -> bool:
         """Sort the buffers into unchanged and changed ones. False if one was changed of which there is no copy."""
@@ -212,7 +189,7 @@ class BranchState:
     def restored(self) -> Iterator[None]:
         """A context in which everything is as in the first run; afterwards it is as before the replay."""
         with ExitStack() as undo:
-            undo.enter_context(DRAW_LOCK)
+            undo.enter_context(RNG_LOCK)
             for module, training in zip(self.snapshot.modules, self.snapshot.training, strict=True):
                 if module.training != training:
                     undo.callback(setattr, module, "training", module.training)

@@ -22,6 +22,7 @@ from .torch_internals import (
     float32_precision,
     inside_function_transform,
     parametrizations_cached,
+    set_float32_precision,
 )
 
 
@@ -38,7 +39,7 @@ class CallEnvironment:
         kinds = dict.fromkeys(["cpu", *(d.type for d in devices if d.type != "meta")])
         self._autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
         self._cache = torch.is_autocast_cache_enabled()
-        self._precision = torch.get_float32_matmul_precision()
+        self._precision = float32_precision()
         self.caches_parametrizations = cached_parametrizations() is not None
         self.generators = rng.torch_generators(devices) + rng.generators_in(context)
         self.states = self.read()
@@ -51,8 +52,8 @@ class CallEnvironment:
         return [rng.read(g) for g in self.generators]
 
     def drew(self) -> bool:
-        """Whether one of torch's generators moved since `states` were read."""
-        return self.read() != self.states
+        """Whether a generator other than the CPU's, which the caller compares, moved since `states` were read."""
+        return [rng.read(g) for g in self.generators[1:]] != self.states[1:]
 
     def check_global_rng(self) -> None:
         """Note in `drew_globally` if Python's or NumPy's generator moved since it was last looked at."""
@@ -83,8 +84,8 @@ class CallEnvironment:
         What `parametrize.cached()` had computed differs from branch to branch: `BranchState` restores it.
         """
         stack = ExitStack()
-        stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        torch.set_float32_matmul_precision(self._precision)
+        stack.callback(set_float32_precision, float32_precision())
+        set_float32_precision(self._precision)
         if not self.caches_parametrizations:
             stack.enter_context(parametrizations_cached(None))
         for kind, enabled, dtype in self._autocast:

@@ -6,15 +6,13 @@ compares (top-k, argmax, a threshold), that can flip a decision, and the replay 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
 
 from .graph_marks import is_traced, saved_in_graph
-
-_LOCAL = threading.local()
+from .torch_internals import inherited_list
 
 
 class Decisions:
@@ -47,7 +45,7 @@ class Decisions:
             raise RuntimeError(
                 "A tensor that decide() returned was edited in place before the backward pass; edit a copy."
             )
-        for watcher in getattr(_LOCAL, "watchers", ()):
+        for watcher in _watchers():
             watcher.compared += value.numel()
             watcher.flipped += int((value != first).sum())
         return first
@@ -96,12 +94,15 @@ def decide(value: Tensor) -> Tensor:
 
 
 def open_decisions() -> list[Decisions]:
-    """The decisions that are open on this thread: what a branch decides belongs to all of them."""
-    try:
-        opened: list[Decisions] = _LOCAL.open
-    except AttributeError:
-        opened = _LOCAL.open = []
-    return opened
+    """The decisions that are open on this thread, and on the one whose backward pass it runs.
+
+    What a branch decides belongs to all of them.
+    """
+    return inherited_list("open decisions")
+
+
+def _watchers() -> list[Flips]:
+    return inherited_list("watchers of decisions")
 
 
 @contextmanager
@@ -119,12 +120,10 @@ def deciding_as_before(taken: list[tuple[Tensor, int]]) -> Iterator[None]:
 
 @contextmanager
 def counting_flips() -> Iterator[Flips]:
-    """Count how often a replay on this thread would have decided otherwise than its first run did."""
-    if not hasattr(_LOCAL, "watchers"):
-        _LOCAL.watchers = []
-    flips = Flips()
-    _LOCAL.watchers.append(flips)
+    """Count how often replays of backward passes in here would have decided otherwise than their first runs did."""
+    flips, watchers = Flips(), _watchers()
+    watchers.append(flips)
     try:
         yield flips
     finally:
-        _LOCAL.watchers.remove(flips)
+        watchers.remove(flips)

@@ -10,6 +10,7 @@ import functools
 import gc
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType
@@ -56,8 +57,44 @@ push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 """What `saved_tensors_hooks` calls on entry and exit, without its three Python calls per step."""
 
-float32_precision: Callable[[], str] = torch._C._get_float32_matmul_precision
-"""What `torch.get_float32_matmul_precision` calls."""
+_PRECISIONS = [("generic", "all"), *((b, op) for b in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn"))]
+
+
+def float32_precision() -> tuple[str | None, ...]:
+    """How float32 products are computed: what `set_float32_matmul_precision` set, then each `fp32_precision`.
+
+    The first is None where a program uses both: torch then raises when it is asked for it.
+    """
+    try:
+        legacy = torch._C._get_float32_matmul_precision()
+    except RuntimeError:
+        legacy = None
+    return legacy, *(torch._C._get_fp32_precision_getter(*each) for each in _PRECISIONS)
+
+
+def set_float32_precision(wanted: Sequence[str | None]) -> None:
+    """Set what `float32_precision` returned; only what differs, so that a program that uses one way still does."""
+    legacy = wanted[0]
+    if legacy is not None and float32_precision()[0] != legacy:
+        torch._C._set_float32_matmul_precision(legacy)
+    for place, value in zip(_PRECISIONS, wanted[1:], strict=True):
+        if value is not None and torch._C._get_fp32_precision_getter(*place) != value:
+            torch._C._set_fp32_precision_setter(*place, value)
+
+
+def inherited_list(name: str) -> list[Any]:
+    """A list of this thread. A thread of autograd's, which runs a backward pass, starts with a copy of its caller's.
+
+    On an accelerator a backward pass runs in a thread of autograd's, where `threading.local` finds nothing; what is
+    stashed here torch hands on to that thread.
+    """
+    key, thread = f"retrograde.{name}", threading.get_ident()
+    owner, values = torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else (0, [])
+    if owner != thread:
+        values = list(values)
+        torch._C._stash_obj_in_tls(key, (thread, values))
+    return values
+
 
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward pass under way on this thread; -1 if none is."""

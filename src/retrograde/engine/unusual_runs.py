@@ -14,10 +14,10 @@ from retrograde.network.block import BoundStep, run_step
 from retrograde.network.step import Step, StepError
 from retrograde.network.streams import Streams, replaced, versions
 
-from .branch_state import DRAW_LOCK
 from .call import Call
 from .exactness import Ranges, note_range
 from .observer import BranchRun, Observer
+from .rng_lock import RNG_LOCK
 from .step_cache import cache_of
 from .step_record import StepRecord
 from .torch_internals import outside_function_transforms, set_grad_enabled
@@ -53,7 +53,7 @@ def run_unrecorded(
         finally:
             state.leave()
         return result
-    with DRAW_LOCK if traits.draws or traits.edits else nullcontext():
+    with RNG_LOCK if traits.draws or traits.edits else nullcontext():
         if traits.draws:
             environment.states = environment.read()
         result = run()
