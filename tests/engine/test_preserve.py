@@ -1,6 +1,7 @@
 """What tools leave of a model's state: everything as it was, or untouched."""
 
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
@@ -37,20 +38,22 @@ KNOWN = [
 
 @pytest.mark.parametrize(("value", "change"), KNOWN, ids=lambda value: type(value).__name__)
 def test_containers_of_the_standard_library_are_restored(value: Any, change: Any) -> None:
-    module = nn.Linear(2, 2)
+    module: Any = nn.Linear(2, 2)
     module.notes = value
     before = type(value)(value) if not isinstance(value, defaultdict) else value.copy()
     snapshot = StateSnapshot.of([module])
     assert snapshot.changed_attributes() == []
     with preserve(module):
         change(module.notes)
-        assert module.notes != before and snapshot.changed_attributes() == ["notes"]
-    assert module.notes is value and value == before
+        assert value != before
+        assert snapshot.changed_attributes() == ["notes"]
+    assert module.notes is value
+    assert value == before
 
 
 @pytest.mark.parametrize("value", [Frozen(a=1, b=2), Log([1, 2])], ids=lambda value: type(value).__name__)
 def test_containers_of_unknown_classes_are_left_alone(value: Any) -> None:
-    module = nn.Linear(2, 2)
+    module: Any = nn.Linear(2, 2)
     module.notes = value
     with preserve(module):
         value.__setitem__(next(iter(value)) if isinstance(value, dict) else 0, 7)
@@ -59,7 +62,7 @@ def test_containers_of_unknown_classes_are_left_alone(value: Any) -> None:
     assert len(value) == 2
 
 
-def dit() -> tuple[nn.Module, dict[str, Any]]:
+def dit() -> tuple[Any, dict[str, Any]]:
     diffusers = pytest.importorskip("diffusers")
     model = diffusers.DiTTransformer2DModel(
         num_attention_heads=2,
@@ -80,7 +83,7 @@ def dit() -> tuple[nn.Module, dict[str, Any]]:
     return model, batch
 
 
-TOOLS = {
+TOOLS: dict[str, Callable[[Any, Any], Any]] = {
     "convert": lambda model, batch: rg.convert(model, batch=batch),
     "plan": lambda model, batch: (rg.convert(model, "bdia"), plan(model, batch, "1GiB")),
     "profile": lambda model, batch: (rg.convert(model, "bdia"), profile(model, batch)),
@@ -93,4 +96,5 @@ def test_tools_leave_the_configuration_of_a_diffusers_model(tool: str) -> None:
     model, batch = dit()
     before = dict(model.config)
     TOOLS[tool](model, batch)
-    assert dict(model.config) == before and len(before) > 10
+    assert len(before) > 10
+    assert dict(model.config) == before

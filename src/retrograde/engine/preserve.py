@@ -1,8 +1,9 @@
 """Leaving everything as it was: the state around a run, to be put back.
 
-What is kept: buffers, plain attributes (counters and caches that a module keeps for itself; containers of the standard
-library one level deep; objects of other classes are left alone), training flags, gradients, and the generators of random numbers, global ones and those that
-modules own. Parameters are not copied: a forward and a backward pass leave them unchanged.
+What is kept: buffers, plain attributes (counters and caches that a module keeps for itself; containers of the
+standard library one level deep; objects of other classes are left alone), training flags, gradients, and the
+generators of random numbers, global ones and those that modules own. Parameters are not copied: a forward and a
+backward pass leave them unchanged.
 """
 
 from __future__ import annotations
