@@ -1,13 +1,15 @@
 """Leaving everything as it was: the state around a run, to be put back.
 
-What is kept: buffers, plain attributes (counters and caches that a module keeps for itself; lists, dictionaries and
-sets one level deep), training flags, gradients, and the generators of random numbers, global ones and those that
-modules own. Parameters are not copied: a forward and a backward pass leave them unchanged.
+What is kept: buffers, plain attributes (counters and caches that a module keeps for itself; containers of the
+standard library one level deep; objects of other classes are left alone), training flags, gradients, and the
+generators of random numbers, global ones and those that modules own. Parameters are not copied: a forward and a
+backward pass leave them unchanged.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +24,8 @@ from .fake_internals import has_values
 from .module_state import generators_of
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_CONTAINERS = (list, dict, set)
+_CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
+"""Containers that are copied and restored; not those of derived classes, which may refuse to be changed."""
 
 
 @contextmanager
@@ -157,11 +160,9 @@ def _put_back(thing: Any, value: Any) -> None:
         if not _same(thing, value):
             with torch.no_grad():
                 (thing.detach() if thing.layout is torch.strided else thing).copy_(value)
-    elif isinstance(thing, list):
-        thing[:] = value
-    elif isinstance(thing, (dict, set)):
+    elif type(thing) in _CONTAINERS:
         thing.clear()
-        thing.update(value)
+        (thing.extend if isinstance(thing, (list, deque)) else thing.update)(value)
 
 
 def _same(now: Any, then: Any) -> bool:
@@ -176,9 +177,9 @@ def _same(now: Any, then: Any) -> bool:
         if now.is_floating_point():
             return bool(torch.equal(now.detach().nan_to_num(), then.nan_to_num()))
         return bool(torch.equal(now, then))
-    if type(now) in (list, tuple) and type(then) is type(now):
+    if type(now) in (list, tuple, deque) and type(then) is type(now):
         return len(now) == len(then) and all(_same(a, b) for a, b in zip(now, then, strict=True))
-    if type(now) is dict and type(then) is dict:
+    if isinstance(now, dict) and type(now) in _CONTAINERS and type(then) is type(now):
         return now.keys() == then.keys() and all(_same(now[k], then[k]) for k in now)
     return now is then or (isinstance(now, (int, float, str, set)) and type(now) is type(then) and now == then)
 
