@@ -221,6 +221,12 @@ def as_plan(memory: Memory, blocks: Sequence[Block]) -> Plan:
     """The plan that a user's `memory` means for these blocks; raises where it cannot work."""
     if isinstance(memory, (str, MemoryMode)):
         return Plan.uniform(memory, blocks)
+    if not isinstance(memory, (Plan, Sequence)):
+        raise TypeError(
+            f"memory={type(memory).__name__} is no memory mode: give {', '.join(map(repr, MODES))}, a list with one "
+            'per block, or a Plan. What a branch takes by the name "memory" goes into the context: '
+            'stack(x, context={"memory": ...}).'
+        )
     plan = memory if isinstance(memory, Plan) else Plan(tuple(memory))
     if len(plan.memory) != len(blocks):
         raise ValueError(

@@ -34,6 +34,7 @@ from .network.validation import (
     check_max_drift,
     drop_probabilities,
     groups_of,
+    merged_context,
     names_of,
 )
 
@@ -46,7 +47,7 @@ class ReversibleSequence(nn.Module):
         split: "duplicate" gives the input to every stream, "chunk" its equal parts along
             `dim`, "first" gives it to the first stream and zeros to the others.
         merge: "mean", "sum", "concat" (along `dim`) or "first" make one tensor of the streams;
-            None returns the tuple of streams.
+            None returns the tuple of streams. By default "concat" after split="chunk", otherwise "mean".
         dim: the dimension that is split and merged.
         memory: "reverse", "selective", "checkpoint", "offload" or "store", a list with one of them per block, or a
             `Plan`. It decides how the backward pass gets its activations, never what is computed. Given one mode for
@@ -78,7 +79,7 @@ class ReversibleSequence(nn.Module):
         blocks: Iterable[Block],
         *,
         split: Split = "duplicate",
-        merge: Merge | None = "mean",
+        merge: Merge | Literal["default"] | None = "default",
         dim: int = -1,
         memory: Memory = "reverse",
         exact: bool = False,
@@ -92,6 +93,8 @@ class ReversibleSequence(nn.Module):
         super().__init__()
         blocks = list(blocks)
         check_choice("split", split, get_args(Split))
+        if merge == "default":
+            merge = "concat" if split == "chunk" else "mean"
         check_choice("merge", merge, (*get_args(Merge), None), otherwise="which returns the tuple of streams")
         check_choice("overflow", overflow, ("raise", "rescale"))
         check_blocks(blocks)
@@ -187,7 +190,7 @@ class ReversibleSequence(nn.Module):
         return True  # as every module is, whatever its length
 
     def forward(
-        self, x: Input, /, *, memory: Memory | None = None, **context: Any
+        self, x: Input, /, *, memory: Memory | None = None, context: Any = None, **named: Any
     ) -> Tensor | tuple[Any, ...] | dict[str, Tensor]:
         """The merged streams; with `(output, aux)` if any step declares an auxiliary loss.
 
@@ -196,9 +199,16 @@ class ReversibleSequence(nn.Module):
         Args:
             x: a tensor to be split, or the streams as a tuple or by name.
             memory: another memory plan for this call.
-            context: what branches take by name; tensors in it are differentiable inputs.
+            context: what branches take by name, as a dictionary: for names that are options here, such as `memory`.
+                Anything but a dictionary is what branches take by the name `context`.
+            named: what branches take by name, as keywords; tensors in it are differentiable inputs.
         """
-        outputs = self.run(x, memory=memory, **context)
+        if "hidden" in named:
+            raise TypeError(
+                "hidden= is an option of run: stack.run(x, hidden=[...]) returns the streams after those blocks. Give "
+                'what a branch takes by that name as context={"hidden": ...}.'
+            )
+        outputs = self.run(x, memory=memory, context=context, **named)
         merged = self._merged(outputs if self.stream_dtype is None else _in_dtype_of(x, outputs))
         return (merged, outputs.aux) if outputs.aux is not None else merged
 
@@ -209,7 +219,8 @@ class ReversibleSequence(nn.Module):
         *,
         memory: Memory | None = None,
         hidden: Sequence[int] = (),
-        **context: Any,
+        context: Any = None,
+        **named: Any,
     ) -> Outputs:
         """The streams before they are merged, with auxiliary losses and the hidden states asked for.
 
@@ -218,7 +229,7 @@ class ReversibleSequence(nn.Module):
         """
         plan = self._plan if memory is None else as_plan(memory, self._blocks())
         self._check_depth(plan)
-        self._check_context(context)
+        context = self._check_context(merged_context(context, named))
         wanted = block_numbers(hidden, len(self.blocks))
         streams = self._streams_of(x)
         if context:
@@ -231,12 +242,19 @@ class ReversibleSequence(nn.Module):
             outputs.aux = torch.stack([loss.sum() for loss in losses]).sum() if losses else streams[0].new_zeros(())
         return outputs
 
-    def inverse(self, outputs: Sequence[Tensor] | Mapping[str, Tensor], /, **context: Any) -> Outputs:
+    def inverse(
+        self,
+        outputs: Sequence[Tensor] | Mapping[str, Tensor],
+        /,
+        *,
+        context: Any = None,
+        **named: Any,
+    ) -> Outputs:
         """The streams that `run` was given, from those it returned.
 
         Branches must compute what they did before: no dropout, and the same context.
         """
-        self._check_context(context)
+        context = self._check_context(merged_context(context, named))
         if isinstance(outputs, Tensor):
             raise TypeError("inverse takes the streams that run returned, not one merged tensor.")
         streams = self._streams_of(outputs)
@@ -385,13 +403,14 @@ class ReversibleSequence(nn.Module):
                 f"{len(self.layer_drop)}: blocks were added. Make a new ReversibleSequence of them all."
             )
 
-    def _check_context(self, context: Mapping[str, Any]) -> None:
-        """Checked once for each set of names."""
+    def _check_context(self, context: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The context, whose names are checked once for each set of them."""
         given = frozenset(context)
         if given not in self._checked:
             check_context_names(self._blocks(), given)
             if not torch.compiler.is_compiling():  # an exported program may have no side effects
                 self._checked.add(given)
+        return context
 
     def _blocks(self) -> list[Block]:
         return list(self.blocks)  # type: ignore[arg-type]

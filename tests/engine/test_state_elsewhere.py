@@ -520,3 +520,71 @@ def test_a_replay_from_the_second_call_on_skips_the_last_product_of_a_block(last
     layers[-1].register_forward_hook(lambda *_: runs.append(rg.is_replaying()))
     agree(stack, plain, lambda model: train(model, 3))
     assert runs == [False, True, False, False]  # only the first replay runs to its end
+
+
+class Counting(nn.Module):
+    """Adds a buffer that it counts up once `is_counting` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.ones(1, dtype=torch.float64))
+        self.is_counting, self.exchanges = False, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_counting and self.exchanges:
+            self.count = self.count + 1
+        elif self.is_counting:
+            self.count += 1
+        return x + self.count
+
+
+class HoldsInAList(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.drop, self.parts = nn.Linear(6, 6).double(), nn.Dropout(0.0), [part]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.parts[0](self.drop(self.linear(x))))
+
+
+def _counted(memory: str, *, exchanges: bool) -> tuple[list[Any], list[float]]:
+    torch.manual_seed(0)
+    parts = [Counting() for _ in range(6)]
+    blocks = [rg.two_stream(*map(HoldsInAList, parts[i : i + 2])) for i in (0, 2, 4)]
+    stack, x = rg.ReversibleSequence(blocks, memory=memory), torch.linspace(-1, 1, 24).double().view(4, 6)
+    for call in range(6):
+        for part in parts:
+            part.is_counting, part.exchanges = call >= 3, exchanges
+        stack.zero_grad()
+        stack(x).pow(2).sum().backward()
+    return [p.grad for p in stack.parameters()], [part.count.item() for part in parts]
+
+
+@pytest.mark.parametrize("exchanges", [False, True])
+@pytest.mark.parametrize("memory", ["checkpoint", "reverse"])
+def test_a_buffer_of_an_unregistered_module_may_begin_to_change_after_some_calls(memory: str, exchanges: bool) -> None:
+    gradients, counts = _counted(memory, exchanges=exchanges)
+    expected, expected_counts = _counted("store", exchanges=exchanges)
+    assert counts == expected_counts == [4.0] * 6
+    for ours, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("memory", ["checkpoint", "reverse"])
+def test_dropout_may_be_turned_on_beside_an_unregistered_module_with_buffers(memory: str) -> None:
+    def trained(memory: str) -> list[Any]:
+        torch.manual_seed(0)
+        shared = Counting()
+        blocks = [rg.two_stream(HoldsInAList(shared), HoldsInAList(shared)) for _ in range(3)]
+        stack, x = rg.ReversibleSequence(blocks, memory=memory), torch.linspace(-1, 1, 24).double().view(4, 6)
+        for call in range(6):
+            for part in stack.modules():
+                if isinstance(part, nn.Dropout):
+                    part.p = 0.5 if call >= 3 else 0.0
+            stack.zero_grad()
+            torch.manual_seed(call)
+            stack(x).pow(2).sum().backward()
+        return [p.grad for p in stack.parameters()]
+
+    for ours, theirs in zip(trained(memory), trained("store"), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)

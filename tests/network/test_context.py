@@ -169,3 +169,55 @@ def test_an_empty_container_in_the_context_is_there_in_the_replay(memory: str) -
     stack = rg.ReversibleSequence(blocks, memory=memory_of(memory, 3))
     stack(torch.randn(2, 4), options={}).sum().backward()
     assert all(p.grad is not None for p in stack.parameters())
+
+
+class TakesMemory(nn.Module):
+    """Cross-attention names its parameter as nn.TransformerDecoder does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6).double()
+
+    def forward(self, x: Tensor, memory: Tensor, hidden: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) + memory * hidden)
+
+
+def _takes_memory() -> rg.ReversibleSequence:
+    torch.manual_seed(0)
+    return rg.ReversibleSequence([rg.two_stream(TakesMemory(), TakesMemory()) for _ in range(3)])
+
+
+def test_context_may_have_the_names_of_options_in_a_dictionary() -> None:
+    stack = _takes_memory()
+    x, memory, hidden = (torch.randn(4, 6, dtype=torch.float64, requires_grad=True) for _ in range(3))
+
+    def gradients(mode: str) -> tuple[Tensor, ...]:
+        output = stack(x, memory=mode, context={"memory": memory, "hidden": hidden})
+        return torch.autograd.grad(output.pow(2).sum(), (x, memory, hidden))
+
+    for ours, theirs in zip(gradients("reverse"), gradients("store"), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    outputs = stack.run(x, hidden=[0], context={"memory": memory, "hidden": hidden})
+    assert list(outputs.hidden) == [0]
+    before = stack.inverse(outputs, context={"memory": memory, "hidden": hidden})
+    torch.testing.assert_close(before[0], x, rtol=1e-10, atol=1e-10)
+
+
+def test_context_whose_name_is_an_option_of_the_call_is_refused_with_the_remedy() -> None:
+    stack, x = _takes_memory(), torch.randn(4, 6, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"memory=Tensor is no memory mode.*context=\{\"memory\": \.\.\.\}"):
+        stack(x, memory=x)
+    with pytest.raises(TypeError, match=r"hidden= is an option of run.*context=\{\"hidden\": \.\.\.\}"):
+        stack(x, hidden=[0])
+    with pytest.raises(TypeError, match=r"No branch takes the context \['context'\]"):
+        stack(x, context=x)
+    with pytest.raises(TypeError, match=r"\['mask'\] is given in context=\{\.\.\.\} and as a keyword"):
+        stack(x, context={"mask": x}, mask=x)
+
+
+def test_streams_that_were_chunks_are_concatenated_unless_told_otherwise() -> None:
+    blocks = [rg.two_stream(nn.Linear(3, 3), nn.Linear(3, 3))]
+    stack, x = rg.ReversibleSequence(blocks, split="chunk"), torch.randn(4, 6)
+    assert torch.equal(stack(x), torch.cat(tuple(stack.run(x)), -1))
+    halved = rg.ReversibleSequence(blocks, split="chunk", merge="mean")
+    assert halved(x).shape == (4, 3)

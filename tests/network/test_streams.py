@@ -69,7 +69,9 @@ def test_channels_last_input_is_kept_and_differentiated(memory: str, split: Any,
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}[rank]
     pairs = [tuple(Strided(convolution(4, 4, 3, padding=1).double()) for _ in range(2)) for _ in range(3)]
     twins = copy.deepcopy(pairs)
-    stack = rg.ReversibleSequence([rg.two_stream(*p) for p in pairs], split=split, dim=1, memory=memory_of(memory, 3))
+    stack = rg.ReversibleSequence(
+        [rg.two_stream(*p) for p in pairs], split=split, merge="mean", dim=1, memory=memory_of(memory, 3)
+    )
     x = sample(2, 4 if split == "duplicate" else 8, *[3] * (rank - 2))
     x = x.detach().to(memory_format=layout).requires_grad_()
     z = x.detach().clone().requires_grad_()

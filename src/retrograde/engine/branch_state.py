@@ -71,6 +71,7 @@ class BranchState:
         self.buffers: Sequence[Buffer] = ()
         if snapshot.buffers:
             self.buffers = [(s, n, s[n], version(s[n]), silent, guest) for s, n, silent, guest in snapshot.buffers]
+        self._old_values: Sequence[Tensor | None] = [value for _, _, value, *_ in self.buffers]  # until `begin` copies
         self.changed: Sequence[tuple[dict[str, Any], str, Tensor | None]] = ()
         self.introduced: Sequence[Tensor | None] = ()
         self.drawn: Sequence[tuple[Any, Any, Any]] = ()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from retrograde.network.reachable import Place, is_foreign, items_of, read_by_functions, read_by_module
+from retrograde.network.streams import version
 
 from . import rng
 
@@ -46,8 +47,8 @@ class ModuleSnapshot:
     """
 
     __slots__ = ("_dicts", "_flagged", "_names", "_own", "_sizes", "_slots", "_things", "buffers", "generators",
-                 "has_tensors", "is_lazy", "modules", "places", "requires", "scripted", "tensors", "tracked",
-                 "training")  # fmt: skip
+                 "has_guests", "has_tensors", "is_lazy", "modules", "places", "requires", "scripted", "tensors",
+                 "tracked", "training")  # fmt: skip
 
     def __init__(self, roots: list[nn.Module], functions: Sequence[Any] = ()) -> None:
         modules = self.modules = roots
@@ -83,6 +84,7 @@ class ModuleSnapshot:
         others += read_by_functions(functions)
         others += chain.from_iterable(map(_in_containers, own))
         plain_tensors += self._note_others(others, compared)
+        self.has_guests = any(is_guest for _, _, _, is_guest in self.buffers)
         self.is_lazy = any(map(is_lazy, self.tensors))
         self.has_tensors = bool(plain_tensors)
         self.tracked = [t for t in (*self.tensors, *plain_tensors) if not is_lazy(t) and not t.is_inference()]
@@ -157,6 +159,16 @@ class ModuleSnapshot:
             if now is not then and not (type(now) is type(then) and isinstance(now, _VALUES) and now == then):
                 return False
         return True
+
+    def guest_buffers(self) -> list[tuple[Tensor | None, int]]:
+        """The buffers of guests with their versions, which a run of the branch may change."""
+        values = [slots.get(name) for slots, name, _, is_guest in self.buffers if is_guest]
+        return [(value, version(value)) for value in values]
+
+    def changed_guests(self, before: Sequence[tuple[Tensor | None, int]]) -> bool:
+        """Whether a buffer of a guest was edited or exchanged since `guest_buffers` returned `before`."""
+        pairs = zip(before, self.guest_buffers(), strict=True)
+        return any(then is not now or old != new for (then, old), (now, new) in pairs)
 
     def new_attributes(self) -> list[Place]:
         """Values that hide an attribute of the class since (`self.count += 1` with `count = 0` in the class)."""

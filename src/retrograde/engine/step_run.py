@@ -1,7 +1,6 @@
 """The hot path: a step's first run and its replay, each to be read from top to bottom.
 
-All that runs for a step in a steady training call is here, but for its branch, its coupling and
-`ModuleSnapshot.is_current`. See NOTE [Rules of the tape] and NOTE [What a replay restores].
+Only branch, coupling and `ModuleSnapshot` are elsewhere. See NOTE [Rules of the tape], NOTE [What a replay restores].
 """
 
 from __future__ import annotations
@@ -91,6 +90,7 @@ def first_run(  # noqa: C901  # one function, so that it is read from top to bot
     is_steady = cached.is_steady
     call.open_decisions.append(decisions)
     try:
+        guests = state.snapshot.guest_buffers() if state.snapshot.has_guests else ()
         if not is_steady:
             state.begin(around, traits)
         sources = list(map(streams.__getitem__, bound.sources))
@@ -112,10 +112,11 @@ def first_run(  # noqa: C901  # one function, so that it is read from top to bot
             string_at((now := _read_rng()).data_ptr(), now.numel()) != around.states[0]  # as `rng.read` does
             or (len(around.states) > 1 and around.drew())
             or list(map(_version, tracked)) != weights
+            or (guests and state.snapshot.changed_guests(guests))  # of which there is no copy
         ):
             cache.replay = None  # it drew or edited for the first time; other records share `cached`, which stays
             record.state = cache.branch_state(state.branch, coupling)
-            can_replay = record.state.end(around, traits, weights)
+            can_replay = record.state.end(around, traits, weights) and not state.snapshot.changed_guests(guests)
         record.graphs = last_graphs(cached.compiled) if cached.compiled else ()
         record.branch_saves = len(saved)
         shape = target.shape

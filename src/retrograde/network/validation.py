@@ -64,6 +64,17 @@ def block_numbers(hidden: Sequence[int], count: int) -> set[int]:
     return {i % count for i in hidden}
 
 
+def merged_context(context: Any, named: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The context of a call: a dictionary, keywords, or both. Not a dictionary: what branches take as `context`."""
+    if context is None:
+        return named
+    if not isinstance(context, Mapping):
+        return {"context": context, **named}
+    if twice := sorted(context.keys() & named.keys()):
+        raise TypeError(f"{twice} is given in context={{...}} and as a keyword; give each name once.")
+    return {**context, **named}
+
+
 def check_context_names(blocks: Sequence[Block], given: frozenset[str]) -> None:
     """Raise if no branch takes a name that was given, or a branch lacks one."""
     steps = [(i, step) for i, block in enumerate(blocks) for step in block.each_step()]
