@@ -93,12 +93,12 @@ class Network:
     def compiled(self, budget: float = 1.0) -> Run:
         return _budgeted(torch.compile(with_own_code(lambda x: self.plain(x)), fullgraph=True), budget)
 
-    def by_rule(self, stored: int = 0, budget: float = 1.0, *, regions: bool = True) -> Run:
+    def by_rule(self, stored: int = 0, budget: float = 1.0) -> Run:
         """Our backend; the first blocks store their activations (within torch's budget), the others are reversed."""
         plan = rg.Plan(["store"] * stored + ["reverse"] * (len(self.pairs) - stored))
         stack = rg.ReversibleSequence([rg.two_stream(f, g) for f, g in self.pairs], memory=plan)
         own = with_own_code(lambda x: stack(x))
-        return _budgeted(torch.compile(own, backend="retrograde", fullgraph=True, options={"regions": regions}), budget)
+        return _budgeted(torch.compile(own, backend="retrograde", fullgraph=True), budget)
 
 
 @dataclass
@@ -188,12 +188,10 @@ def times(options: Any, report: Report) -> None:
     """Tiny blocks: nothing random, dropout 0.1, and bfloat16 autocast."""
     depth, rounds = (4, 5) if options.quick else (12, 60)
     x = torch.randn(2, 64, 64)
-    inline = f"{OURS}, without regions"
     for title, dropout, autocast in (("no dropout", 0.0, False), ("dropout 0.1", 0.1, False), ("autocast", 0.0, True)):
         torch.compiler.reset()
         network = Network(64, depth, dropout)
         runs = {PLAIN: network.plain, COMPILED: network.compiled(), OURS: network.by_rule()}
-        runs[inline] = network.by_rule(regions=False)
         result = measure(network, runs, x, rounds, report, autocast=autocast)
         report.tables.append(result.table(f"Tiny blocks (2 x 64 x 64, depth {depth}), {title}", (PLAIN, COMPILED)))
         base, limit = (COMPILED, 4 / 3) if dropout or autocast else (PLAIN, 1.03)
@@ -228,14 +226,12 @@ def budgets(options: Any, report: Report) -> None:
     ours = {f"{OURS}, store, budget {b}": network.by_rule(depth, b) for b in [1.0, *given]}
     ours |= {f"{OURS}, half of the blocks stored, budget 0.5": network.by_rule(depth // 2, 0.5)}
     ours |= {f"{OURS}, reverse": network.by_rule()}
-    inline = {f"{OURS}, store, budget 0.75, without regions": network.by_rule(depth, 0.75, regions=False)}
-    result = measure(network, {PLAIN: network.plain, **theirs, **ours, **inline}, x, rounds, report)
+    result = measure(network, {PLAIN: network.plain, **theirs, **ours}, x, rounds, report)
     report.tables.append(result.table(f"torch's activation budget and plans of ours, depth {depth}", (PLAIN,)))
     peaks = [result.peaks[name] for name in ours]
     falls = all(a >= b for a, b in pairwise(peaks))
     cells = " → ".join(f"{each:.1f}" for each in peaks)
     report.goal("our peaks, from a budget of 1.0 to 0.0, half reversed, reversed", cells + " S", "falls", is_met=falls)
-    ours |= inline
     for name in theirs:
         fits = [plan for plan in ours if result.peaks[plan] <= result.peaks[name]]
         best = min(fits, key=lambda plan: result.ratio(plan, name)[0], default=None)
@@ -271,7 +267,7 @@ def depths(options: Any, report: Report) -> None:
 
 
 def first_call(depth: int) -> None:
-    """Compile once; print the processor time and the bytes that the graph around the regions saves."""
+    """Compile once; print the processor time and the bytes that the graph saves."""
     from retrograde.compiled import backend
 
     saved: list[int] = []

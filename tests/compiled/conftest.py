@@ -11,7 +11,7 @@ import torch
 from retrograde.engine.torch_internals import VERSION
 
 if VERSION < (2, 13):  # which one graph for a whole stack needs; compiled branches need no more than the rest
-    collect_ignore_glob = ["conftest.py", "test_backend*.py", "test_compiler_internals.py", "test_step_regions.py"]
+    collect_ignore_glob = ["conftest.py", "test_backend*.py", "test_compiler_internals.py"]
 
 
 @pytest.fixture(scope="session", autouse=True)

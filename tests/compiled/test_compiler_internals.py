@@ -26,26 +26,15 @@ def test_nodes_with_our_tag_are_put_into_the_backward_half() -> None:
     assert f'== "{compiler_internals.BACKWARD}"' in inspect.getsource(partitioners)
 
 
-def test_a_call_of_a_region_asks_for_its_schema_by_region_name_and_operands() -> None:
-    generate = type(torch.ops.higher_order.invoke_subgraph).gen_schema
-    assert list(inspect.signature(generate).parameters) == ["self", "subgraph", "identifier", "operands"]
-
-
-def test_the_checks_that_a_region_leaves_out_are_those_of_its_inputs() -> None:
-    assert "self._pending_input_asserts[name] = (size, stride)" in inspect.getsource(
-        compiler_internals.SubgraphPythonWrapperCodegen.codegen_input_size_asserts
-    )
-
-
 def test_the_partitioner_recomputes_nothing_that_must_be_saved() -> None:
     source = inspect.getsource(partitioners.solve_min_cut)
     assert 'if node.meta.get("recompute", None) == CheckpointPolicy.MUST_SAVE:' in source
 
 
 def test_what_torch_compile_wraps_around_a_backend_is_known() -> None:
-    wrapper = torch._TorchCompileWrapper("retrograde", None, {"regions": False}, None)
+    wrapper = torch._TorchCompileWrapper("retrograde", None, {"max_autotune": False}, None)
     assert wrapper.compiler_fn is compiler_internals_backend()
-    assert wrapper.kwargs == {"options": {"regions": False}}
+    assert wrapper.kwargs == {"options": {"max_autotune": False}}
 
 
 def compiler_internals_backend() -> object:

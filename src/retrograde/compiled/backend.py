@@ -24,29 +24,21 @@ from .compiler_internals import (  # names that older versions do not have
     cut,
     hash_of_files,
     merge_equal_nodes,
-    schemas_made_once,
     without_donated_buffers,
 )
 from .region_aliases import undo_aliases
 from .rule import apply_rule, hoist_rebuilt, must_save
-from .seeds import lift_seeds
-from .step_regions import can_merge_steps, merge_steps
 
 
 def partition(module: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Cut a joint graph into its forward and its backward half."""
-    lift_seeds(module)
     undo_aliases(module)
     merge_equal_nodes(module)
-    merges = can_merge_steps(module.graph)
     has_marks = apply_rule(module)
     forward, backward = cut(module, inputs, must_save, **options)
     if has_marks:
         forward.meta[DECIDES] = True  # for a region: other marks than decisions are never inside of one
         hoist_rebuilt(backward)
-        if merges:
-            merge_steps(forward, "forward")
-            merge_steps(backward, "backward")
     return forward, backward
 
 
@@ -70,14 +62,13 @@ class Backend:
         if has_marks and not any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs):
             strip_marks(module.graph)
             module.recompile()
-        with without_donated_buffers(), schemas_made_once():
+        with without_donated_buffers():
             return self.compile(module, inputs, **options)
 
     def compile(
         self, module: fx.GraphModule, inputs: Any, *, mode: str | None = None, options: dict[str, Any] | None = None
     ) -> Any:
-        for_inductor = {name: value for name, value in (options or {}).items() if name != "regions"}
-        return compile_with_inductor(module, inputs, mode, for_inductor, Partitioner())
+        return compile_with_inductor(module, inputs, mode, options or {}, Partitioner())
 
 
 backend = Backend()

@@ -6,7 +6,6 @@ new torch changes one of them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -15,10 +14,10 @@ import torch
 import torch._functorch.config as functorch_config
 from torch import fx
 from torch._functorch import partitioners
+from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
-from torch._inductor.codegen.wrapper import SubgraphPythonWrapperCodegen
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
 
@@ -109,24 +108,12 @@ def views_first_input(node: fx.Node) -> bool:
     return target is torch.ops.aten._unsafe_view.default or (len(returns) == 1 and returns[0].alias_info is not None)
 
 
-def region_name(call: fx.Node) -> str:
-    """Under which name a graph has the region that a node calls."""
-    region: Any = call.args[0]
-    return str(region.target)
-
-
 def called_region(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
     """The region that a node calls, if it calls one."""
     if node.op != "call_function" or node.target is not invoke_subgraph:
         return None
     region: fx.GraphModule = getattr(module, node.args[0].target)  # type: ignore[union-attr, arg-type]
     return region
-
-
-def call_subgraph(graph: fx.Graph, name: str, operands: Sequence[fx.Node]) -> fx.Node:
-    """A call of the region that the graph's module has under this name."""
-    region = graph.create_node("get_attr", name)
-    return graph.call_function(invoke_subgraph, (region, name, *operands))
 
 
 def keep_asserts_forward(graph: fx.Graph) -> None:
@@ -185,45 +172,19 @@ def hash_of_files(paths: Sequence[str]) -> bytes:
 
 
 def without_donated_buffers() -> Any:
-    """A context in which graphs are compiled that overwrite nothing they were given.
+    """A context in which graphs are compiled that overwrite nothing they were given: a retained graph is walked twice.
 
-    Inductor takes the numbers of the saved tensors that a backward pass may overwrite for those of a region's inputs.
+    And Inductor takes the numbers of the saved tensors that a backward pass may overwrite for those of a region's
+    inputs. The setting of torch's would not do: it is read again at run time, where it refuses what was not counted.
     """
-    return functorch_config.patch(donated_buffer=False)
-
-
-def schemas_made_once() -> Any:
-    """A context in which a region is looked through once for inputs that it edits, and not again at each call."""
-    schemas: dict[str, Any] = {}
-    generate: Any = type(invoke_subgraph).gen_schema
-
-    def generate_once(self: Any, region: Any, name: str, *operands: Any) -> Any:
-        if name not in schemas:
-            schemas[name] = generate(self, region, name, *operands)
-        return schemas[name]
-
-    return mock.patch.object(type(invoke_subgraph), "gen_schema", generate_once)
-
-
-def regions_unchecked() -> Any:
-    """A context in which regions do not check the layout of each input: the graph around them made or checked it."""
-    return mock.patch.object(SubgraphPythonWrapperCodegen, "codegen_input_size_asserts", return_value=None)
+    return mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", return_value=[])
 
 
 def compile_with_inductor(
     module: fx.GraphModule, inputs: Any, mode: str | None, options: dict[str, Any], partitioner: PartitionerBase
 ) -> Any:
-    """Compile as `torch.compile` does by default, with its mode and options, and with another partitioner.
-
-    The backward half is compiled when it runs for the first time: what is to hold there surrounds each half.
-    """
-
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # slow, and torch warns as it is imported
-
-    @functools.wraps(compile_fx_inner)
-    def compile_half(*args: Any, **kwargs: Any) -> Any:
-        with schemas_made_once(), regions_unchecked():
-            return compile_fx_inner(*args, **kwargs)
+    """Compile as `torch.compile` does by default, with its mode and options, and with another partitioner."""
+    from torch._inductor.compile_fx import compile_fx  # slow, and torch warns as it is imported
 
     patches = torch._TorchCompileInductorWrapper(mode, options, None).config
-    return compile_fx(module, inputs, compile_half, config_patches={**patches, "custom_partitioner_fn": partitioner})
+    return compile_fx(module, inputs, config_patches={**patches, "custom_partitioner_fn": partitioner})

@@ -216,7 +216,11 @@ class _Rewrite:
             if node in self._changed or any(user in meets for user in node.users):
                 meets.add(node)
         drawn: set[fx.Node] = set()
+        streams = {node for node in self._marks if node.target is not SOURCE}  # saved or rebuilt, and not drawn again
+        streams |= {_node(step.args[0]) for step in self._steps}
         for node in self._forward:
+            if node in streams:
+                continue
             follows = draws_from_seed(node) or any(each in drawn for each in node.all_input_nodes)
             if follows and node in meets and node not in self._changed and not self._stays(node):
                 drawn.add(node)

@@ -18,8 +18,6 @@ from retrograde.network.save_ops import operators_of
 from retrograde.network.step import Step, StepError, StreamName
 from retrograde.network.streams import Streams, replaced
 
-from .regions import call_region, fits_region
-
 TracedSegment = tuple[str, tuple[int, ...]]
 """Consecutive blocks and their memory mode, by name."""
 
@@ -161,7 +159,7 @@ def _run_step(
     if how.mode in _SELECTIVE:
         update, aux = step.update([SOURCE(s, _saved_operators(step), how.depth) for s in sources], kwargs)
     else:
-        update, aux = _update(step, sources, kwargs)
+        update, aux = step.update(sources, kwargs)
     combined = _if_run(how, step.combine(target, update), target)
     if step.exact:
         note_range([], how.block, step, target, combined)
@@ -175,13 +173,6 @@ def _run_step(
 
 def _if_run(how: _BlockRun, value: Tensor, otherwise: Tensor) -> Tensor:
     return value if how.keeps is None else torch.where(how.keeps, value, otherwise)
-
-
-def _update(step: Step, sources: list[Tensor], kwargs: dict[str, Any]) -> tuple[Any, Tensor | None]:
-    """Run the branch: its update, and its auxiliary loss if it has one."""
-    if not fits_region(step):
-        return step.update(sources, kwargs)
-    return step.split_aux(call_region(step.branch, step.branch_inputs(sources), kwargs))
 
 
 def _saved_operators(step: Step) -> list[str]:
