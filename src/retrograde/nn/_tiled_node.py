@@ -249,6 +249,6 @@ def check_not_sharded_inside(owner: nn.Module) -> None:
     if fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in owner.modules()):
         raise RuntimeError(
             f"{type(owner).__name__} runs in tiles, and fully_shard was given it or a part of it, so its parameters "
-            "would be gathered inside of the tiles, where their gradients are lost. Call fully_shard on a module around "
+            "would be gathered inside the tiles, where their gradients are lost. Call fully_shard on a module around "
             "the Tiled one, such as the layer."
         )
