@@ -66,6 +66,7 @@ QUICK := \
 	memory \
 	models/test_chunked.py models/test_generation.py \
 	network \
+	nn \
 	planning/test_planner.py \
 	repository/test_layout.py \
 	sequence \

@@ -8,6 +8,7 @@ if _sys.argv[:1] == ["-m"] or "retrograde" in "".join(_sys.argv[:1]):  # it may 
     _starting.stop_in_one_line()
 
 from . import couplings as couplings
+from . import nn as nn
 from .conversion import convert as convert
 from .engine.decisions import decide as decide
 from .engine.guard import DriftError as DriftError

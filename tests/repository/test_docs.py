@@ -65,6 +65,7 @@ PACKAGES_OF_THE_REFERENCE = (
     "conversion.recipes",
     "training",
     "models",
+    "nn",
     "adapters",
 )
 

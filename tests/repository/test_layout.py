@@ -18,7 +18,7 @@ LAYERS = (
     {"couplings"},
     {"network"},
     {"engine"},
-    {"compiled", "fused_optimizer", "memory"},
+    {"compiled", "fused_optimizer", "memory", "nn"},
     {"sequence"},
     {"adapters", "measure", "models"},
     {"conversion", "diagnose", "planning", "training"},
@@ -49,6 +49,7 @@ PUBLIC = {
         "midpoint",
         "momentum",
         "multimodal",
+        "nn",
         "transition",
         "two_stream",
     },
@@ -109,9 +110,9 @@ def imported_modules(path: Path, *, at_import: bool = False) -> set[str]:
     return {name for name in imported if name.startswith("retrograde.")}
 
 
-def test_the_package_has_at_most_16_rooms_and_each_has_a_layer() -> None:
+def test_the_package_has_at_most_17_rooms_and_each_has_a_layer() -> None:
     rooms = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in sources()}
-    assert len(rooms) <= 16
+    assert len(rooms) <= 17
     assert rooms == LAYER.keys(), "A new room needs a layer here and a line in ARCHITECTURE.md."
 
 

@@ -138,6 +138,16 @@ def is_of_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
 
 
+def has_tensor_hooks(tensor: Tensor) -> bool:
+    """Whether the user hooked the gradient of a tensor, which `torch.autograd.grad` to it would call too."""
+    return bool(tensor._backward_hooks)
+
+
+def parameter_slots(module: nn.Module) -> dict[str, Any]:
+    """Where a module holds its own parameters, to exchange them for one run as `functional_call` does."""
+    return module._parameters
+
+
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the backward pass under way keeps its graph for another one; True if none is under way."""
 
