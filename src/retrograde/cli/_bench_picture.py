@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from retrograde.measure.comparison import PEAK, STORE, Row
 from retrograde.measure.formatting import format_bytes
 from retrograde.measure.pictures import Point, draw_time_over_memory
 from retrograde.memory import MODES
-
-from ._bench_run import STORE, Row
 
 PLAN = "plan"
 
@@ -39,7 +38,7 @@ def legend(rows: Sequence[Row]) -> list[str]:
     words = {row.name: next((modes[name] for name in modes if row.name.split(",")[0] == name), "") for row in rows}
     lines = [f"{name}: {description}." for name, description in words.items() if description]
     lines += [f"{row.name}: like reverse, with bit-identical gradients." for row in rows if "exact" in row.name]
-    lines += ["Times are medians, as ratios to store; peaks are of everything that a training step allocates."]
+    lines += [f"Times are medians, as ratios to store. {PEAK}"]
     return ["", *lines, *(f"The plan: {row.plan}" for row in rows if row.name == PLAN)]
 
 
