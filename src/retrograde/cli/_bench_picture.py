@@ -19,11 +19,13 @@ def table(rows: Sequence[Row], title: str) -> Any:
     """One line per way."""
     from rich.table import Table
 
-    stored = next(row.peak for row in rows if row.name == STORE)
+    stored = next(row.peak for row in rows if row.name == STORE) or 1
     lines = Table(title=title, title_justify="left", box=None)
     for name in ("", "time", "quartiles", "ms per step", "peak", "of store"):
         lines.add_column(name, justify="right" if name else "left", no_wrap=True)
     for row in rows:
+        assert row.peak is not None  # bench runs all its candidates
+        assert row.seconds is not None
         quartiles = f"{row.low:.2f}-{row.high:.2f}"
         share = f"{100 * row.peak / stored:.0f}%"
         lines.add_row(
@@ -50,5 +52,7 @@ class Picture:
     title: str
 
     def plot(self, path: Path) -> None:
-        points = (Point(row.name, row.peak, row.ratio, (row.low, row.high)) for row in self.rows)
+        points = (
+            Point(row.name, row.peak or 0, row.ratio or 0.0, (row.low or 0.0, row.high or 0.0)) for row in self.rows
+        )
         draw_time_over_memory(path, self.title, points)
