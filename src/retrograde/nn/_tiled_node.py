@@ -24,7 +24,7 @@ from retrograde.engine import rng
 from retrograde.engine.replaying import replaying
 from retrograde.engine.torch_internals import has_tensor_hooks, parameter_slots
 
-_SWAPS = threading.Lock()  # held while a module has weights put in for one run
+_SWAPS = threading.RLock()  # held while a module has weights put in for one run
 
 
 @dataclass
