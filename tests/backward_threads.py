@@ -83,6 +83,7 @@ def _inherited() -> tuple[Any, ...]:
 def _inherit(
     stack: ExitStack, grad: bool, casts: list[str], functions: list[Any], dispatch: list[Any], hooks: Any, stashed: Any
 ) -> None:
+    torch.set_num_threads(torch.get_num_threads())  # MKL has its own number in each thread; autograd's threads set it
     stack.enter_context(torch.set_grad_enabled(grad))
     for kind in casts:
         torch.set_autocast_enabled(kind, True)

@@ -138,7 +138,7 @@ class Module(backend_registration._DummyBackendModule):
     def set_rng_state(self, state: Tensor, device: Any = None) -> None:
         DEVICE.generator.set_state(state)
 
-    def synchronize(self, device: Any = None) -> None:
+    def synchronize(self) -> None:  # without a device, as that of MPS
         DEVICE.count("waits", "synchronize")
         DEVICE.finish()
 
@@ -369,6 +369,7 @@ def register() -> None:
     backend_registration._setup_privateuseone_for_python_backend(rename="toy", backend_module=Module())
     torch.UntypedStorage.data_ptr = _data_ptr  # type: ignore[method-assign]
     torch.UntypedStorage.cpu = _storage_on_host  # type: ignore[method-assign]
+    torch.accelerator.synchronize = lambda device=None: torch.get_device_module("toy").synchronize()  # has no kernel
     everything, ours = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     _LIBRARIES.extend((everything, ours))
     everything.fallback(_run, "PrivateUse1")

@@ -16,6 +16,7 @@ from file_changes import changes_per_step
 MOST_CHANGES, MOST_LINES = 8, 300
 
 
+@pytest.mark.calling_thread  # a profile sees the calls of its own thread
 @pytest.mark.parametrize("exact", [False, True], ids=["ordinary", "exact"])
 def test_a_steady_step_changes_between_files_at_most_eight_times_in_each_direction(exact: bool) -> None:
     forward, backward = changes_per_step("reverse", exact)

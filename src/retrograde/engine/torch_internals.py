@@ -89,7 +89,8 @@ def inherited_list(name: str) -> list[Any]:
     stashed here torch hands on to that thread.
     """
     key, thread = f"retrograde.{name}", threading.get_ident()
-    owner, values = torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else (0, [])
+    stashed: tuple[int, list[Any]] = torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else (0, [])
+    owner, values = stashed
     if owner != thread:
         values = list(values)
         torch._C._stash_obj_in_tls(key, (thread, values))

@@ -38,7 +38,7 @@ def rounds(patience: float = 1.0) -> Iterator[int]:
 def wait_for_devices(tensors: Sequence[Tensor]) -> None:
     """Accelerators work on while Python goes ahead; a clock must wait for them."""
     for device in {t.device for t in tensors if t.device.type not in ("cpu", "meta")}:
-        torch.get_device_module(device).synchronize(device)
+        torch.accelerator.synchronize(device)  # that of MPS takes no device
 
 
 def seconds_in_turn(
