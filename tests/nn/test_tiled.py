@@ -134,3 +134,61 @@ def test_impossible_arguments_are_refused_with_a_message() -> None:
         rg.nn.Tiled(wide(), 0)
     with pytest.raises(TypeError, match="whose weights it cannot know"):
         rg.nn.Tiled(torch.sin, 3)
+
+
+class TiedWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+class LowRank(nn.Module):
+    """A frozen layer with a trained addition of low rank, as LoRA has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 8).requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("make", [TiedWeights, LowRank, lambda: rg.nn.Tiled(wide(), 2)], ids=["tied", "lora", "nested"])
+def test_tied_frozen_and_nested_weights_get_the_gradients_of_the_module(make: type[nn.Module]) -> None:
+    module = make().double()
+    tiled = rg.nn.Tiled(copy.deepcopy(module), 4)
+    results = []
+    for each in (tiled, module):
+        x = torch.linspace(-1, 1, 208, dtype=torch.float64).view(2, 13, 8).requires_grad_()
+        y = each(x)
+        y.square().sum().backward()
+        results.append([y, x.grad, *(p.grad for p in each.parameters() if p.grad is not None)])
+    assert len(results[0]) > 3
+    close(*results)
+
+
+def test_autocast_casts_tiles_as_it_casts_the_module() -> None:
+    module = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+    x = torch.randn(2, 13, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        tiled, plain = rg.nn.Tiled(copy.deepcopy(module), 4)(x), module(x)
+    assert tiled.dtype == plain.dtype == torch.bfloat16
+    close([tiled], [plain], 2**-7)
+
+
+def test_the_backward_pass_sees_the_training_flags_of_the_forward_pass() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).double()
+    x = torch.randn(2, 9, 8, dtype=torch.float64, requires_grad=True)
+    slopes = []
+    for mode in (True, False):
+        module.train()
+        torch.manual_seed(1)
+        y = rg.nn.Tiled(module, 4)(x)
+        module.train(mode)
+        slopes += torch.autograd.grad(y.square().sum(), x)
+    assert torch.equal(*slopes)

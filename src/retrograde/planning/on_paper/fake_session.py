@@ -41,7 +41,7 @@ from retrograde.engine.torch_internals import load_compiler
 _CPU = torch.device("cpu")
 _KINDS = ("cuda", "xpu", "hpu", "mtia", "ipu", "cpu", "pin_memory")
 _MOVES = {getattr(Tensor, name) for name in _KINDS if hasattr(Tensor, name)}
-_CALLS_OF_A_DEVICE = ("set_device", "synchronize")  # of torch.cuda, which raise where there is none
+_CALLS_OF_A_DEVICE = ("set_device", "synchronize")  # of the module for CUDA, which raise where there is none
 _TORCH, _OURS = Path(torch.__file__).parent, Path(__file__).resolve().parents[2]
 _OPERATORS = "_meta_registrations.py"  # where torch infers results without values
 _NOT_HERE = (  # warnings about values, of which there are none
@@ -76,7 +76,7 @@ def fake_session(mesh_shape: Sequence[int] = (), names: Sequence[str] = ()) -> I
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_autocast_on_the_cpu())
         for name in _CALLS_OF_A_DEVICE:
-            stack.enter_context(_replaced(torch.cuda, name, lambda *args, **kwargs: None))
+            stack.enter_context(_replaced(torch.get_device_module("cuda"), name, lambda *args, **kwargs: None))
         stack.enter_context(converting_fake_modules())
         stack.enter_context(initialising_without_values())
         mode = stack.enter_context(fake_mode())
