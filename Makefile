@@ -15,7 +15,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick quick-tests test lint types pytest browser test-versions test-threads test-accelerator test-torch-lists fuzz docs format bench clean
+.PHONY: help demo quick quick-tests test lint types pytest browser test-versions test-threads test-accelerator test-compiled test-torch-lists fuzz docs format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -94,6 +94,9 @@ test-threads: $(READY)  ## all tests with every backward pass in a fresh thread,
 
 test-accelerator: $(READY)  ## the tests that need an accelerator, on this machine's; writes accelerator-report.md
 	$(RUN) tests/device/accelerator_report.py $(ARGS)
+
+test-compiled: $(READY)  ## every row of docs/compile.md with generated code (some minutes)
+	$(RUN) -m pytest tests/compiled $(ARGS)
 
 test-torch-lists: $(READY)  ## all of torch's own operators and modules as branches, against plain autograd (a quarter of an hour)
 	TORCH_LISTS=all $(RUN) -m pytest tests/engine/test_torch_lists.py $(ARGS)

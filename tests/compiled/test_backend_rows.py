@@ -55,6 +55,9 @@ class Choosing(nn.Module):
 
 
 ROWS: dict[str, Callable[[], nn.Module]] = {
+    "a stack of one block inside a branch": lambda: Model(
+        [rg.two_stream(rg.ReversibleSequence(pairs(1)), Mlp()) for _ in range(2)]
+    ),
     "torch.cond in a branch": lambda: Model([rg.two_stream(Choosing(), Mlp()) for _ in range(2)]),
     "a buffer that is not saved": lambda: Model([rg.two_stream(Masked(), Mlp()) for _ in range(2)]),
     "a buffer that is edited": lambda: Model([rg.two_stream(Counting(), Mlp()) for _ in range(2)]),

@@ -179,7 +179,7 @@ class _Rewrite:
 
     def _find_changed(self) -> set[fx.Node]:
         """The values that the backward half recomputes if it reads them (rules 1 to 5)."""
-        updated = {step.args[1] for step in self._steps}
+        updated = {step.args[1] for step in self._steps if self._gives_target(step)}
         same_as = {step.args[0]: step for step in self._steps}  # before its mark, the stream after a step
         changed: set[fx.Node] = set()
         for node in self._forward:
@@ -191,6 +191,25 @@ class _Rewrite:
             if is_changed:
                 changed.add(node)
         return changed
+
+    def _gives_target(self, step: fx.Node) -> bool:
+        """Whether the inverse of a step can be computed without the stream that it gives.
+
+        It cannot where a stack begins with one tensor as two streams and the step that updates the second is not there:
+        the outer stack has copied of it what is read in the backward half, and no more.
+        """
+        combined, target, rebuilt = map(_node, step.args[:3])
+        if target.target is not START:
+            return True
+        seen, todo = {combined}, [rebuilt]
+        while todo:
+            node = todo.pop()
+            if node is target:
+                return False
+            if node not in seen and node not in self._marks:
+                todo.extend(node.all_input_nodes)
+            seen.add(node)
+        return True
 
     def _stays(self, node: fx.Node) -> bool:
         """Whether a value is saved though it depends on streams that are not (rule 5, and selective memory)."""
