@@ -37,10 +37,10 @@ from harness.machine import describe, load
 from harness.paper_models import HELD_OUT, MODELS, Made
 from harness.paper_ranks import of_ranks, work
 from harness.paper_steps import CPU, MODES, Section, prepare, tell
-from retrograde.measure.comparison import following
 from retrograde.measure.stacks import stacks_of
 from retrograde.measure.timing import least_seconds
 from retrograde.measure.training_step import loss_of, step_seconds
+from retrograde.planning._measure import following
 from retrograde.planning.on_paper.devices import Device, device_named
 from retrograde.planning.on_paper.jobs import Job
 from retrograde.planning.on_paper.planner import opened, plan_job
@@ -328,7 +328,7 @@ def times_of(make: Callable[[], Made], device: Device) -> tuple[dict[str, Any], 
 
         around = ExitStack()
         for stack in stacks_of(model).values():
-            around.enter_context(following({stack: mode}))
+            around.enter_context(following(stack, mode))
         return around
 
     ways = {mode: partial(all_following, mode) for mode in MODES}

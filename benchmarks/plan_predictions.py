@@ -28,12 +28,12 @@ from torch import Tensor, nn
 import retrograde as rg
 from harness.machine import describe, load
 from retrograde.engine.preserve import preserve
-from retrograde.measure.comparison import following
 from retrograde.measure.stacks import the_stack
 from retrograde.measure.timing import least_seconds
 from retrograde.measure.training_step import step_seconds
 from retrograde.models import ReversibleLM
 from retrograde.planning import Prediction, measure, measured, predict
+from retrograde.planning._measure import following
 
 PEAK, TIME = 0.05, 0.10
 
@@ -119,7 +119,7 @@ def compare(setting: Setting, rounds: int) -> tuple[list[str], list[str]]:
     model, batch = setting.make()
     stack = the_stack(model)
     chosen = plans(len(stack))
-    ways = {name: partial(following, {stack: memory}) for name, memory in chosen.items()}
+    ways = {name: partial(following, stack, memory) for name, memory in chosen.items()}
     peaks = {}
     for name, way in ways.items():
         with way():

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 
 import retrograde as rg
 from retrograde.cli._app import app
-from retrograde.measure.comparison import compare, memory_candidates
+from retrograde.cli._bench_run import measure, ways_of
+from retrograde.measure.targets import Target
 from retrograde.planning import measured
 
 MODELS = """
@@ -138,7 +139,7 @@ def test_the_model_is_left_as_it_was() -> None:
     stack.memory = plan = rg.Plan.uniform("reverse", 6, anchor_every=2)
     couplings = [step.coupling for block in stack for step in block.each_step()]
     generator = torch.get_rng_state()
-    rows, refusals = compare(stack, batch, memory_candidates([stack]), turns=range(2))
+    rows, refusals = measure(Target("made here", stack, batch), ways_of([stack]), 2, lambda *_: None)
     assert [row.name for row in rows] == MODES
     assert not refusals
     assert stack.memory == plan

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import retrograde as rg
 from retrograde.measure import timing
-from retrograde.measure.comparison import Row
 from retrograde.measure.stacks import parameters_of
 from retrograde.memory import MODES, STORE
 from retrograde.planning import (
@@ -32,6 +31,7 @@ from retrograde.planning import (
 )
 from retrograde.planning import _measure as measure_module
 from retrograde.planning._blocks import least_of_rounds, measure_blocks
+from retrograde.planning._compare import Row
 from retrograde.planning._planner import _verified
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retrograde.measure.comparison import PEAK, STORE, Row
 from retrograde.measure.formatting import format_bytes
 from retrograde.measure.pictures import Point, draw_time_over_memory
 from retrograde.memory import MODES
+
+from ._bench_run import STORE, Row
 
 PLAN = "plan"
 
@@ -19,13 +20,11 @@ def table(rows: Sequence[Row], title: str) -> Any:
     """One line per way."""
     from rich.table import Table
 
-    stored = next(row.peak for row in rows if row.name == STORE) or 1
+    stored = next(row.peak for row in rows if row.name == STORE)
     lines = Table(title=title, title_justify="left", box=None)
     for name in ("", "time", "quartiles", "ms per step", "peak", "of store"):
         lines.add_column(name, justify="right" if name else "left", no_wrap=True)
     for row in rows:
-        assert row.peak is not None  # bench runs all its candidates
-        assert row.seconds is not None
         quartiles = f"{row.low:.2f}-{row.high:.2f}"
         share = f"{100 * row.peak / stored:.0f}%"
         lines.add_row(
@@ -40,7 +39,7 @@ def legend(rows: Sequence[Row]) -> list[str]:
     words = {row.name: next((modes[name] for name in modes if row.name.split(",")[0] == name), "") for row in rows}
     lines = [f"{name}: {description}." for name, description in words.items() if description]
     lines += [f"{row.name}: like reverse, with bit-identical gradients." for row in rows if "exact" in row.name]
-    lines += [f"Times are medians, as ratios to store. {PEAK}"]
+    lines += ["Times are medians, as ratios to store; peaks are of everything that a training step allocates."]
     return ["", *lines, *(f"The plan: {row.plan}" for row in rows if row.name == PLAN)]
 
 
@@ -52,7 +51,5 @@ class Picture:
     title: str
 
     def plot(self, path: Path) -> None:
-        points = (
-            Point(row.name, row.peak or 0, row.ratio or 0.0, (row.low or 0.0, row.high or 0.0)) for row in self.rows
-        )
+        points = (Point(row.name, row.peak, row.ratio, (row.low, row.high)) for row in self.rows)
         draw_time_over_memory(path, self.title, points)

@@ -6,23 +6,20 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
-from torch import Tensor
-from torch.nn import functional as F
 
-from retrograde.measure.comparison import Row, compare, memory_candidates, planned_candidate
 from retrograde.measure.finite import UnmeasurableError, check_step
 from retrograde.measure.formatting import format_bytes, parse_size
 from retrograde.measure.stacks import stacks_of
 from retrograde.measure.targets import Target, TargetError, load
-from retrograde.models import ReversibleLM
 from retrograde.planning import Planned, plan
 from retrograde.planning._compare import differ
 
 from ._bench_picture import PLAN, Picture, legend, table
+from ._bench_run import Row, Way, default_target, measure, ways_of
 from ._ending import FAULT, draw, ending_on, show, telling
 from ._measuring import on_threads, progress_bar
 from ._options import Plot, Threads
@@ -63,8 +60,7 @@ def bench(
         retrograde bench my_model.py:make --plan 2GiB --json > bench.json
 
     Time is the ratio to store in the same round: its median, and its quartiles. The peak is the bytes of all
-    tensors that a training step allocates, including the gradients of the parameters; parameters and the optimiser's
-    state come on top.
+    tensors that a training step allocates, including the gradients of the parameters.
 
     This command measures your model. `make bench` in the repository compares retrograde with RevTorch, MemCNN and
     others.
@@ -74,7 +70,7 @@ def bench(
     """
     with ending_on(TargetError, ValueError):
         size = None if budget is None else parse_size(budget)
-        loaded = _default_target() if target is None else load(target)
+        loaded = default_target() if target is None else load(target)
     with ending_on(ValueError, status=FAULT, prefix="Cannot measure: "), on_threads(threads) as number:
         rows, refusals = _measure(loaded, rounds, size)
     device = next((parameter.device.type for parameter in loaded.model.parameters()), "cpu")
@@ -90,31 +86,19 @@ def bench(
     draw(Picture(rows, title), plot)
 
 
-def _default_target() -> Target:
-    """A small language model of the package, for users who give no target."""
-    torch.manual_seed(0)
-    model = ReversibleLM(256, width=64, depth=16, heads=4)
-    tokens = torch.randint(256, (2, 129))
-
-    def loss(logits: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-    return Target("retrograde.models.ReversibleLM", model, tokens[:, :-1], loss)
-
-
 def _measure(target: Target, rounds: int, budget: int | None) -> tuple[list[Row], list[str]]:
     stacks = list(stacks_of(target.model).values())
     cannot = "Cannot measure: "
     with telling(f"{cannot}a training step raised"), ending_on(UnmeasurableError, status=FAULT, prefix=cannot):
         check_step(target.model, target.batch, target.loss)
-    candidates, planned = memory_candidates(stacks), None
+    ways = ways_of(stacks)
     with progress_bar() as tell:
-        if budget is not None:
-            planned = plan(target.model, target.batch, budget, loss=target.loss, progress=tell)
-            candidates.append(planned_candidate(PLAN, {stacks[0]: planned.plan}))
-        options: dict[str, Any] = {"loss": target.loss, "turns": range(rounds), "progress": tell}
-        rows, refusals = compare(target.model, target.batch, candidates, **options)
-    return rows, [*refusals, *([] if planned is None else _about_the_plan(planned, rows[-1].peak or 0))]
+        if budget is None:
+            return measure(target, ways, rounds, tell)
+        planned = plan(target.model, target.batch, budget, loss=target.loss, progress=tell)
+        ways.append(Way(PLAN, {stacks[0]: planned.plan}, ways[0].on_grid))
+        rows, refusals = measure(target, ways, rounds, tell)
+    return rows, [*refusals, *_about_the_plan(planned, rows[-1].peak)]
 
 
 def _about_the_plan(planned: Planned, peak: int) -> Iterator[str]:

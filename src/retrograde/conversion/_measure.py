@@ -14,13 +14,15 @@ from retrograde.engine.observer import Observer
 from retrograde.engine.preserve import StateSnapshot, preserve
 from retrograde.engine.rng import torch_generators
 from retrograde.measure.batches import call, tensors_in
-from retrograde.measure.comparison import MODES, Candidate, memory_candidates, peaks_of
 from retrograde.measure.loss import Loss, default_loss
-from retrograde.measure.training_step import loss_of
+from retrograde.measure.training_step import loss_of, step_tracker
+from retrograde.memory import mode_named
 from retrograde.network.streams import Streams
 
 from ._report import Report
 from ._stack import ConvertedStack
+
+MODES = ("store", "checkpoint", "reverse")
 
 
 def measure(model: nn.Module, stacks: Sequence[ConvertedStack], batch: Any, loss: Loss | None) -> Report:
@@ -110,14 +112,24 @@ class _Trial:
         return loss, [p.grad for p in self.model.parameters() if p.grad is not None], statistics
 
     def peaks(self) -> dict[str, int]:
-        """The peak of one step of the original model, and of the converted one in each memory mode."""
-        modes = [c for c in memory_candidates(self.stacks, MODES[:3]) if not c.may_fail]  # not on another grid
-        candidates = [Candidate("original", "", self.original), *modes]
-        return peaks_of(self.model, self.batch, candidates, self.loss)[0]
+        """The peak of live bytes in one step of the original model, and of the converted one in each memory mode."""
+        with self.original():
+            peaks = {"original": self._peak()}
+        for mode in MODES:
+            if self.stacks[0].recipe.has_inverse or not mode_named(mode).needs_inverse:
+                self._set_memory(mode)
+                peaks[mode] = self._peak()
+        return peaks
 
     def _set_memory(self, memory: str) -> None:
         for stack in self.stacks:
             stack.memory = memory
+
+    def _peak(self) -> int:
+        self.step()  # what a first run keeps for later ones does not count
+        with step_tracker(self.model, self.batch) as tracker:
+            self.step()  # adds to the gradients that exist already
+        return tracker.peak
 
 
 class _StreamStatistics(Observer):

@@ -28,7 +28,7 @@ class Report:
         side_bits: how many extra bits are saved per element per layer, on average.
         side_bytes: the bytes of all these bits.
         stream_bytes: the bytes of one stream; "checkpoint" saves all streams once per layer.
-        peaks: the peak of what a training step allocates, gradients included: "original" for the
+        peaks: the peak of live bytes in a training step, without parameters, gradients and batch: "original" for the
             original model; "store", "checkpoint" and, if the recipe has an inverse, "reverse" for the converted one.
     """
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from retrograde.measure.comparison import MODES as COMPARED
 from retrograde.measure.loss import Loss
 from retrograde.measure.memory_tracker import Holding, holdings
 from retrograde.memory import Mode, mode_named
@@ -18,7 +17,7 @@ from retrograde.memory import Mode, mode_named
 from ._bench import Bench, Course, Setup
 from ._examine import check_called, in_words
 
-DEFAULT_MODES: tuple[Mode, ...] = COMPARED[:3]
+DEFAULT_MODES: tuple[Mode, ...] = ("store", "checkpoint", "reverse")
 KINDS = ("before the blocks", "saved by the blocks", "after the blocks", "a block's own step")
 BEFORE, SAVED, AFTER, OWN = KINDS
 

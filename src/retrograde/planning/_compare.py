@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,19 @@ from torch import nn
 
 from retrograde.engine.checkpoint import CheckpointTape
 from retrograde.engine.exactness import grid_placements
-from retrograde.measure.comparison import PEAK, Row, planned_candidate
-from retrograde.measure.comparison import compare as compare_candidates
+from retrograde.engine.preserve import preserve
 from retrograde.measure.formatting import format_bytes
 from retrograde.measure.free_memory import has_room
 from retrograde.measure.loss import Loss
 from retrograde.measure.pictures import Point, draw_time_over_memory
 from retrograde.measure.stacks import the_stack
-from retrograde.measure.timing import Progress, silent
+from retrograde.measure.timing import Progress, least_seconds, silent
+from retrograde.measure.training_step import step_seconds
 from retrograde.memory import CHECKPOINT, Plan
 from retrograde.sequence import ReversibleSequence
 
 from ._costs import ChainCost, predict
+from ._measure import following, measured
 from ._planner import Planned, pareto
 
 _STORE, _EACH, _SEGMENTS = "store", "checkpoint each block", "checkpoint √n"
@@ -38,7 +39,22 @@ _WORDS = {
     _SEGMENTS: "the same for groups of √n of the n blocks, as with torch's checkpoint_sequential",
     "reverse": "the input of every block is recomputed from its output, and the block runs again",
 }
-_FIGURES = f"{PEAK} Times are ratios to store."
+_FIGURES = "Peaks are of everything that a training step allocates, including gradients; times are ratios to store."
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train the model: predicted, and measured in real steps where there is room for them.
+
+    Times are ratios to storing everything: to what that took, or was predicted to take where it has no room.
+    """
+
+    name: str
+    plan: str
+    peak: int | None
+    ratio: float | None
+    predicted_peak: int | None = None
+    predicted_ratio: float | None = None
 
 
 @dataclass(frozen=True)
@@ -142,21 +158,26 @@ def compare(
     stored = expected[_STORE]
     in_segments = expected[_EACH].peak + stored.peak // math.isqrt(len(chain.blocks))  # at most
     needed = {name: expected[name].peak if name in expected else in_segments for name in ways}
-    fitting = [planned_candidate(name, {stack: ways[name]}) for name in ways if has_room(model, needed[name])]
-    rows, _ = compare_candidates(model, batch, fitting, loss=loss, progress=progress, typical=min)
-    run = {row.name: row for row in rows}
-    base = (run[_STORE].seconds if _STORE in run else None) or stored.seconds
-
-    def row(name: str, plan: Plan) -> Row:
-        each = run.get(name, Row(name, str(plan), None, None))
-        if each.seconds is not None:
-            each = replace(each, ratio=each.seconds / base)
-        if name not in expected:
-            return each
-        predicted = expected[name]
-        return replace(each, predicted_peak=predicted.peak, predicted_ratio=predicted.seconds / stored.seconds)
-
-    rows = [row(name, plan) for name, plan in ways.items()]
+    fitting = {name: partial(following, stack, ways[name]) for name in ways if has_room(model, needed[name])}
+    peaks: dict[str, int] = {}
+    with preserve(model):
+        for i, (name, way) in enumerate(fitting.items()):
+            progress(f"the peak of {name}", i, len(fitting))
+            with way():
+                peaks[name] = measured(model, batch, loss=loss).peak
+        seconds = least_seconds(fitting, partial(step_seconds, model, batch, loss), progress)
+    base = seconds.get(_STORE, stored.seconds)
+    rows = [
+        Row(
+            name,
+            str(plan),
+            peaks.get(name),
+            seconds[name] / base if name in seconds else None,
+            expected[name].peak if name in expected else None,
+            expected[name].seconds / stored.seconds if name in expected else None,
+        )
+        for name, plan in ways.items()
+    ]
     return Comparison(tuple(rows), chain, base / stored.seconds, planned.budget)
 
 

@@ -21,7 +21,6 @@ from torch import nn
 from retrograde.engine.preserve import preserve
 from retrograde.engine.torch_internals import backends_of, noting_allocations
 from retrograde.measure import device_memory
-from retrograde.measure.comparison import following
 from retrograde.measure.loss import Loss
 from retrograde.measure.stacks import parameters_of
 from retrograde.measure.timing import Progress
@@ -30,6 +29,7 @@ from retrograde.memory import STORE, Plan
 from retrograde.sequence import ReversibleSequence
 
 from ._costs import Prediction
+from ._measure import following
 
 _STEPS = 3  # of which the fastest counts
 _GUESSES = 4  # that peaks are linear in the number of stored blocks; then bisection
@@ -88,7 +88,7 @@ class CompiledSteps:
         if stored not in self.steps:
             self._progress(f"a compiled step that stores {stored} of {len(self.stack)} blocks", len(self.steps), 0)
             original = getattr(self._model, "_orig_mod", self._model)
-            with preserve(original), following({self.stack: storing_last(self.stack, stored)}):
+            with preserve(original), following(self.stack, storing_last(self.stack, stored)):
                 self.steps[stored] = measured_compiled(self._model, self._batch, loss=self._loss)
             torch.compiler.reset()  # a few graphs of one model are the most that the compiler allows
         return self.steps[stored]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from retrograde.measure.comparison import MODES
 from retrograde.measure.formatting import align, format_bytes, parse_size
 from retrograde.measure.targets import split_target
 from retrograde.memory import Mode, mode_named
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 Vary = Literal["batch", "length", "depth"]
 Outcome = Literal["running", "fits", "too large"]
 
-DEFAULT_MODES = MODES[:3]
+DEFAULT_MODES = ("store", "checkpoint", "reverse")
 
 
 @dataclass(frozen=True)

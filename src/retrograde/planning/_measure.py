@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,14 +14,13 @@ from retrograde.engine.observer import Observer, StackCall
 from retrograde.engine.outputs import Outputs
 from retrograde.engine.preserve import preserve
 from retrograde.measure.batches import detached_leaf
-from retrograde.measure.comparison import following
 from retrograde.measure.free_memory import has_room
 from retrograde.measure.loss import Loss
 from retrograde.measure.memory_tracker import MemoryTracker, Phase, storage_bytes
 from retrograde.measure.stacks import parameters_of, the_stack
 from retrograde.measure.timing import Progress, least_seconds, silent
 from retrograde.measure.training_step import clear_gradients, loss_of, step_peak, step_seconds, step_tracker
-from retrograde.memory import STORE, Mode, Plan
+from retrograde.memory import STORE, Memory, Mode, Plan
 from retrograde.sequence import ReversibleSequence
 
 from ._block_run import Surroundings
@@ -47,7 +48,7 @@ def measure(
         blocks, last, outputs = measure_blocks(stack, watch.streams, watch.surroundings, progress)
         chain = _chain(stack, watch, blocks, last, storage_bytes(outputs))
         fitting = {mode: plan for mode, plan in chain.uniform().items() if has_room(model, predict(chain, plan).peak)}
-        ways = {mode: partial(following, {stack: Plan(plan, chain.anchors)}) for mode, plan in fitting.items()}
+        ways = {mode: partial(following, stack, Plan(plan, chain.anchors)) for mode, plan in fitting.items()}
         return chain.with_steps(least_seconds(ways, partial(step_seconds, model, batch, loss), progress))
 
 
@@ -56,6 +57,17 @@ def measured(model: nn.Module, batch: Any, *, loss: Loss | None = None) -> Predi
     with preserve(model):
         step_seconds(model, batch, loss)
         return Prediction(seconds=step_seconds(model, batch, loss), peak=step_peak(model, batch, loss))
+
+
+@contextmanager
+def following(stack: ReversibleSequence, memory: Memory) -> Iterator[None]:
+    """A context in which a stack follows another plan."""
+    before = stack.memory
+    stack.memory = memory
+    try:
+        yield
+    finally:
+        stack.memory = before
 
 
 def _chain(

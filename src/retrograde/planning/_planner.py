@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, overload
 from torch import nn
 
 from retrograde.engine.preserve import preserve
-from retrograde.measure.comparison import following
 from retrograde.measure.finite import check_step
 from retrograde.measure.formatting import format_bytes, parse_size
 from retrograde.measure.free_memory import has_room
@@ -22,7 +21,7 @@ from retrograde.sequence import ReversibleSequence
 
 from ._compiled import CompiledSteps, is_compiled_by_us, most_stored, storing_last
 from ._costs import ChainCost, predict
-from ._measure import measure, measured
+from ._measure import following, measure, measured
 from ._search import cheapest, smallest
 
 if TYPE_CHECKING:
@@ -160,7 +159,7 @@ def plan(
         if not has_room(model, planned.peak):
             return None
         progress("the peak of the plan", 0, 1)
-        with preserve(model), following({stack: planned.plan}):
+        with preserve(model), following(stack, planned.plan):
             return measured(model, batch, loss=loss).peak
 
     return _verified(chain, size, real_peak)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from retrograde.engine.fake_internals import fake_copy
 from retrograde.engine.torch_internals import VERSION, backends_of, tree_map
-from retrograde.measure.comparison import MODES
 from retrograde.measure.loss import Loss
 from retrograde.measure.stacks import stacks_of, the_stack
 from retrograde.measure.targets import Target, as_target, load
@@ -29,6 +28,7 @@ from .jobs import GivenOptimizer, Job
 from .rank import Rank
 from .report import JobPlan, Way, speed, throughput_unit
 
+MODES = ("store", "checkpoint", "reverse", "selective")
 _PLAN = "this budget's plan"
 _ROUNDS = 3  # of the search: what the blocks alone do not tell is learned from the plan before
 _NEAR = 0.02  # of the budget: a plan that leaves less than this unused is good enough
