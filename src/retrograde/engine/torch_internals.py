@@ -296,12 +296,6 @@ def tracing_backend() -> Any:
     return _tracing_backends()[-1]
 
 
-def tracing_options() -> dict[str, Any]:
-    """The options that `torch.compile` was given for its backend."""
-    given = [getattr(backend, "kwargs", None) for backend in _tracing_backends()]
-    return next((kwargs["options"] for kwargs in given if isinstance(kwargs, dict) and "options" in kwargs), {})
-
-
 def _tracing_backends() -> list[Any]:
     """The backend with the wrappers around it, outermost first: of `torch.compile`, and what splits graphs for DDP."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -366,11 +360,3 @@ def last_graphs(codes: Iterable[CodeType]) -> Sequence[int]:
 
     entries = map(_debug_get_cache_entry_list, codes)
     return [id(each[0].code) if each else 0 for each in entries]
-
-
-def splits_graphs_for_ddp() -> bool:
-    """Whether the compiler splits the graph that it traces where DDP's buckets end, which regions do not allow."""
-    import torch._dynamo.config as dynamo_config
-
-    ddp = torch.nn.parallel.DistributedDataParallel
-    return ddp._get_active_ddp_module() is not None and bool(dynamo_config.optimize_ddp)
